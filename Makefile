@@ -1,0 +1,35 @@
+# make demo · make test · make test-long · make lint
+# Each target makes .venv with what it needs first; repeat runs skip what is done.
+
+PYTHON ?= python3
+PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-long lint clean
+
+demo: .venv/.core
+	.venv/bin/streamclr demo
+
+test: .venv/.dev
+	.venv/bin/pytest -n 2 --dist loadfile
+
+test-long: .venv/.dev
+	.venv/bin/pytest -m long
+
+lint: .venv/.dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.core: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	touch $@
+
+.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@ .venv/.core
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

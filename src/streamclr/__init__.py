@@ -1,0 +1,38 @@
+"""StreamCLR: visual representations from an unlabelled stream, in a small buffer of the images that teach the most."""
+
+from streamclr.buffer import Buffer
+from streamclr.encoder import resnet18, resnet34, resnet50
+from streamclr.errors import UserError
+from streamclr.learner import Learner, Step
+from streamclr.loss import nt_xent
+from streamclr.policy import (
+    ContrastScoring,
+    FIFOReplace,
+    KCenter,
+    RandomReplace,
+    Reservoir,
+    SelectiveBackprop,
+)
+from streamclr.score import contrast_score
+from streamclr.stream import open_stream
+from streamclr.views import StrongViews
+
+__all__ = [
+    "Buffer",
+    "ContrastScoring",
+    "FIFOReplace",
+    "KCenter",
+    "Learner",
+    "RandomReplace",
+    "Reservoir",
+    "SelectiveBackprop",
+    "Step",
+    "StrongViews",
+    "UserError",
+    "contrast_score",
+    "nt_xent",
+    "open_stream",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+]

@@ -1,0 +1,136 @@
+"""The buffer B and the pool B ∪ I from which a policy chooses the next B."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamclr.errors import UserError
+
+
+@dataclass
+class Pool:
+    """What a policy sees: the images of the buffer, then those of the new segment. The scores are its to write."""
+
+    images: Tensor  # n x 3 x H x W, uint8
+    score: Tensor  # float, what the policy last wrote; NaN for a new image
+    age: Tensor  # steps since the image was placed in the buffer; 0 for a new image
+    arrival: Tensor  # number of the image in the stream
+    n_buffer: int = 0  # how many of them are in the buffer
+    n_rescored: int = 0  # how many of those got a new score
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def rescore(self, due: Tensor, score: Tensor) -> None:
+        """Write the scores of the images in the mask `due`."""
+        self.score[due] = score
+        self.n_rescored += int(due[: self.n_buffer].sum())
+
+
+class Buffer:
+    """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one segment behind."""
+
+    def __init__(self, size: int, device: torch.device | str = "cpu"):
+        if size < 2:
+            raise UserError(f"buffer_size is {size}: use at least 2, an image needs another to contrast with")
+        self.size, self.device = size, torch.device(device)
+        self.n_seen = 0  # images offered so far
+        self._n = 0
+        self._allocate(size, (3, 0, 0))
+
+    def _allocate(self, rows: int, shape: tuple[int, ...]) -> None:
+        self._images = torch.empty(rows, *shape, dtype=torch.uint8, device=self.device)
+        self._scores = torch.full((rows,), torch.nan, device=self.device)
+        self._ages = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self._arrivals = torch.zeros(rows, dtype=torch.long, device=self.device)
+
+    @property
+    def _columns(self) -> tuple[Tensor, ...]:
+        return self._images, self._scores, self._ages, self._arrivals
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def images(self) -> Tensor:
+        return self._images[: self._n]
+
+    @property
+    def scores(self) -> Tensor:
+        return self._scores[: self._n]
+
+    @property
+    def ages(self) -> Tensor:
+        return self._ages[: self._n]
+
+    @property
+    def arrivals(self) -> Tensor:
+        return self._arrivals[: self._n]
+
+    def pool(self, segment: Tensor) -> Pool:
+        """Offer a segment: every image in the buffer is one step older, and the new ones stand behind them."""
+        shape = tuple(segment.shape[1:])
+        if self._n and shape != tuple(self._images.shape[1:]):
+            raise UserError(
+                f"the segment's images are {shape}, those in the buffer {tuple(self._images.shape[1:])}: "
+                "give the stream one size, for instance with size="
+            )
+        end = self._n + len(segment)
+        if end > len(self._images) or shape != tuple(self._images.shape[1:]):
+            filled = [column[: self._n] for column in self._columns]
+            self._allocate(self.size + len(segment), shape)
+            if self._n:
+                for column, values in zip(self._columns, filled, strict=True):
+                    column[: self._n] = values
+        new = slice(self._n, end)
+        self._images[new] = segment
+        self._scores[new] = torch.nan
+        self._ages[: self._n] += 1
+        self._ages[new] = 0
+        self._arrivals[new] = torch.arange(self.n_seen, self.n_seen + len(segment), device=self.device)
+        self.n_seen += len(segment)
+        images, scores, ages, arrivals = (column[:end] for column in self._columns)
+        return Pool(images, scores, ages, arrivals, n_buffer=self._n)
+
+    def replace(self, pool: Pool, keep: Tensor) -> int:
+        """Make the images `keep` of the pool the new buffer; returns how many were in it before."""
+        size = min(self.size, len(pool))
+        chosen = torch.zeros(len(pool), dtype=torch.bool, device=self.device)
+        chosen[keep] = True
+        if len(keep) != size or int(chosen.sum()) != size:
+            raise UserError(
+                f"the policy kept {len(keep)} images, {int(chosen.sum())} of them different: {size} are due"
+            )
+        n_kept = int(chosen[: self._n].sum())
+        holes = (~chosen[:size]).nonzero()[:, 0]
+        movers = chosen[size:].nonzero()[:, 0] + size
+        for column in self._columns:
+            column[holes] = column[movers]
+        self._n = size
+        return n_kept
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """`n` different images, uniformly; all of them, in place, if there are no more."""
+        if n >= self._n:
+            return self.images
+        return self.images[torch.randperm(self._n, generator=generator, device=self.device)[:n]]
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        return {
+            "images": self.images.clone(),
+            "scores": self.scores.clone(),
+            "ages": self.ages.clone(),
+            "arrivals": self.arrivals.clone(),
+            "n_seen": self.n_seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        columns = [state[name] for name in ("images", "scores", "ages", "arrivals")]
+        assert isinstance(columns[0], Tensor)
+        self._n, self.n_seen = len(columns[0]), int(state["n_seen"])
+        if self._n > self.size:
+            raise UserError(f"the saved buffer holds {self._n} images, this one {self.size}: use buffer_size={self._n}")
+        self._allocate(2 * self.size, tuple(columns[0].shape[1:]))
+        for column, values in zip(self._columns, columns, strict=True):
+            column[: self._n] = values

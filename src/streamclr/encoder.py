@@ -1,0 +1,183 @@
+"""The base encoder f, a ResNet, and the projection head g (Sec. II-A)."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.errors import UserError
+from streamclr.views import as_float
+
+Norm = Literal["batch", "group"]
+Stem = Literal["small", "imagenet"]
+
+
+def _norm(kind: Norm, channels: int) -> nn.Module:
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)  # 16 channels a group, as Wu & He
+
+
+class BasicBlock(nn.Module):
+    expansion = 1
+
+    def __init__(self, n_in: int, n_out: int, stride: int, norm: Norm):
+        super().__init__()
+        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False)
+        self.bn1 = _norm(norm, n_out)
+        self.conv2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False)
+        self.bn2 = _norm(norm, n_out)
+        self.downsample = _downsample(n_in, n_out, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.downsample(x))
+
+
+class Bottleneck(nn.Module):
+    expansion = 4
+
+    def __init__(self, n_in: int, n_mid: int, stride: int, norm: Norm):
+        super().__init__()
+        n_out = n_mid * self.expansion
+        self.conv1 = nn.Conv2d(n_in, n_mid, 1, bias=False)
+        self.bn1 = _norm(norm, n_mid)
+        self.conv2 = nn.Conv2d(n_mid, n_mid, 3, stride, 1, bias=False)
+        self.bn2 = _norm(norm, n_mid)
+        self.conv3 = nn.Conv2d(n_mid, n_out, 1, bias=False)
+        self.bn3 = _norm(norm, n_out)
+        self.downsample = _downsample(n_in, n_out, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+
+def _downsample(n_in: int, n_out: int, stride: int, norm: Norm) -> nn.Module:
+    if stride == 1 and n_in == n_out:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), _norm(norm, n_out))
+
+
+class ResNet(nn.Module):
+    """Images to features, with torchvision's parameter names, so that public pre-trained weights load.
+
+    width: channels of the first stage; 64 is the ResNet of the literature.
+    stem: `small` (3x3, stride 1, no max-pool) for images of about 32 px, `imagenet` (7x7, stride 2, max-pool) above.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: tuple[int, int, int, int],
+        width: int = 64,
+        stem: Stem = "small",
+        norm: Norm = "batch",
+    ):
+        super().__init__()
+        if width < 1:
+            raise UserError(f"width is {width}: use at least 1")
+        if stem not in ("small", "imagenet"):
+            raise UserError(f"stem is {stem!r}: use 'small' (about 32 px) or 'imagenet' (larger images)")
+        if norm not in ("batch", "group"):
+            raise UserError(f"norm is {norm!r}: use 'batch' or 'group'")
+        small = stem == "small"
+        self.conv1 = nn.Conv2d(3, width, 3 if small else 7, 1 if small else 2, 1 if small else 3, bias=False)
+        self.bn1 = _norm(norm, width)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
+        self.n_features = width
+
+        def layer(depth: int, n_mid: int, stride: int) -> nn.Sequential:
+            blocks = []
+            for i in range(depth):
+                blocks.append(block(self.n_features, n_mid, stride if i == 0 else 1, norm))
+                self.n_features = n_mid * block.expansion
+            return nn.Sequential(*blocks)
+
+        self.layer1 = layer(depths[0], width, 1)
+        self.layer2 = layer(depths[1], 2 * width, 2)
+        self.layer3 = layer(depths[2], 4 * width, 2)
+        self.layer4 = layer(depths[3], 8 * width, 2)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return x.mean((2, 3))  # n x n_features
+
+
+def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    return ResNet(BasicBlock, (2, 2, 2, 2), width, stem, norm)
+
+
+def resnet34(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    return ResNet(BasicBlock, (3, 4, 6, 3), width, stem, norm)
+
+
+def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    return ResNet(Bottleneck, (3, 4, 6, 3), width, stem, norm)
+
+
+ENCODERS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
+
+
+class ContrastiveModel(nn.Module):
+    """Encoder and projection head: images in [0, 1] to unit vectors z = g(f(x)) / |g(f(x))|.
+
+    encoder: any module that maps standardised images (n x 3 x H x W) to features (n x d).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, encoder: nn.Module, projection_size: int = 128):
+        super().__init__()
+        self.n_features = n = count_features(encoder)
+        self.encoder = encoder
+        self.head = nn.Sequential(nn.Linear(n, n), nn.ReLU(), nn.Linear(n, projection_size))
+        # ImageNet's, because public pre-trained weights expect them; no other stream's are known in advance.
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+
+    def features(self, images: Tensor) -> Tensor:
+        """h = f(x), n x d."""
+        return self.encoder((images - self.mean) / self.std).flatten(1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.normalize(self.head(self.features(images)), dim=1)  # n x projection_size
+
+
+def count_features(encoder: nn.Module) -> int:
+    """How many features an encoder gives: its `n_features`, or what comes out of a blank image."""
+    if isinstance(n := getattr(encoder, "n_features", None), int):
+        return n
+    for size in (32, 64, 96, 128, 224, 28, 16, 8):
+        try:
+            return infer(encoder, torch.zeros(1, 3, size, size, dtype=torch.uint8)).flatten(1).shape[1]
+        except RuntimeError:  # not made for images of this size
+            continue
+    raise UserError("cannot tell how many features the encoder gives: set the attribute encoder.n_features")
+
+
+def infer(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """`function` (the model itself unless told) of stored images, in eval mode, with no gradient, in chunks.
+
+    The mode of every module is as before afterwards, and no BatchNorm statistic moves.
+    """
+    function = function or model
+    device = next((p.device for p in model.parameters()), images.device)
+    chunk_size = max(1, 2**18 // (images.shape[-2] * images.shape[-1]))  # 256 images of 32 px
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return torch.cat([function(as_float(chunk.to(device))) for chunk in images.split(chunk_size)])
+    finally:
+        for module in training:
+            module.training = True

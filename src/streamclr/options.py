@@ -1,0 +1,63 @@
+"""Names with options, `cifar10?stc=500&seed=1`, as sources and policies are written in one string."""
+
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from streamclr.errors import UserError
+
+T = TypeVar("T")
+
+
+def split(text: str) -> tuple[str, dict[str, str]]:
+    """`name?key=value&…` as the name and its options."""
+    name, _, query = text.partition("?")
+    try:
+        return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError:
+        raise UserError(f"cannot read the options in {text!r}: write them as name?key=value&key=value") from None
+
+
+def build(function: Callable[..., T], options: dict[str, Any], what: str, *args: Any) -> T:
+    """Call `function` with options, text converted to the annotated types; what it does not take is an error."""
+    target = function.func if isinstance(function, partial) else function
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    taken = list(inspect.signature(function).parameters)[len(args) :]
+    converted = {}
+    for name, value in options.items():
+        if name not in taken:
+            raise UserError(f"{what} has no option {name!r}: {one_of(name, taken) if taken else 'it takes none'}")
+        converted[name] = convert(value, hints[name], f"{what}, option {name}")
+    return function(*args, **converted)
+
+
+def convert(value: Any, hint: Any, what: str) -> Any:
+    """Text as a value of the annotated type; what is not text is taken as it is."""
+    if not isinstance(value, str) or hint is str:
+        return value
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        if kind is types.NoneType:
+            continue
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    names = " or ".join(
+        {"int": "a whole number", "float": "a number"}.get(k.__name__, k.__name__)
+        for k in kinds
+        if k is not types.NoneType
+    )
+    raise UserError(f"{what} is {value!r}: use {names}")
+
+
+def one_of(given: str, names: Iterable[str]) -> str:
+    """What is allowed, the likeliest first."""
+    names = list(names)
+    close = difflib.get_close_matches(given, names, 1)
+    return (f"did you mean {close[0]!r}? " if close else "") + "use " + ", ".join(names)

@@ -1,0 +1,128 @@
+"""The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from streamclr.buffer import Pool
+from streamclr.encoder import infer
+from streamclr.errors import UserError
+from streamclr.loss import nt_xent
+from streamclr.score import contrast_score
+from streamclr.views import StrongViews
+
+
+class Policy(Protocol):
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        """The indices of the `size` images of the pool that stay, each once, in any order."""
+
+
+class ContrastScoring:
+    """Keep the images whose mirror image the encoder still tells apart (Sec. III-B; lazy scoring, Sec. III-D).
+
+    rescore_every: T; an image in the buffer is scored again when its age is a multiple of it.
+    """
+
+    def __init__(self, rescore_every: int = 1):
+        if rescore_every < 1:
+            raise UserError(f"rescore_every is {rescore_every}: use 1 (score everything each step) or more")
+        self.rescore_every = rescore_every
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        due = pool.age % self.rescore_every == 0  # a new image has age 0
+        pool.rescore(due, contrast_score(model, pool.images[due]))
+        return pool.score.topk(size).indices
+
+
+class FIFOReplace:
+    """Keep the newest images; with segments as large as the buffer this is the same as no buffer."""
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        return pool.arrival.topk(size).indices
+
+
+class _Seeded:
+    """A private generator and its state, for the policies that draw."""
+
+    def __init__(self, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+class RandomReplace(_Seeded):
+    """Keep a uniform draw of the pool, so that an image survives a step with probability |B| / (|B| + |I|)."""
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        return torch.randperm(len(pool), generator=self.generator)[:size].to(pool.age.device)
+
+
+class Reservoir(_Seeded):
+    """Keep a uniform draw of the whole stream so far (Vitter 1985): the images with the largest random keys."""
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        new = pool.age == 0
+        pool.rescore(new, torch.rand(int(new.sum()), generator=self.generator).to(pool.score))
+        return pool.score.topk(size).indices
+
+
+class SelectiveBackprop(_Seeded):
+    """Keep the images with the largest contrastive losses (Jiang et al. 2019, as the paper uses it).
+
+    beta: None keeps the largest; a number draws with probability (percentile of the loss) ** beta, as the original.
+    """
+
+    def __init__(self, beta: float | None = None, temperature: float = 0.5, seed: int = 0):
+        if beta is not None and beta < 0:
+            raise UserError(f"beta is {beta}: use 0 (uniform) or more, or leave it out for the largest losses")
+        super().__init__(seed)
+        self.beta, self.temperature = beta, temperature
+        self.views = StrongViews()
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        # Views drawn on the CPU, so that one generator serves every device.
+        z0, z1 = (infer(model, self.views(pool.images.cpu(), self.generator)) for _ in range(2))
+        losses = nt_xent(z0, z1, self.temperature, reduction="none").view(2, -1).mean(0)
+        pool.rescore(pool.age >= 0, losses)
+        if self.beta is None:
+            return pool.score.topk(size).indices
+        percentile = (pool.score.argsort().argsort() + 1) / len(pool)
+        # The largest of log(u) / weight are a draw without replacement by weight (Efraimidis and Spirakis 2006).
+        u = torch.rand(len(pool), generator=self.generator).to(pool.score)
+        return (u.log() / percentile**self.beta).topk(size).indices
+
+
+class KCenter(_Seeded):
+    """Keep a greedy k-center cover of the pool in feature space (Sener and Savarese 2018)."""
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        features = infer(model, pool.images, getattr(model, "features", None))
+        return k_center(features, size, first=int(torch.randint(len(pool), (), generator=self.generator)))
+
+
+def k_center(features: Tensor, size: int, first: int = 0) -> Tensor:
+    """`size` rows, each the farthest from those chosen before it. Needs one distance per row, no matrix of pairs."""
+    chosen = torch.empty(size, dtype=torch.long, device=features.device)
+    distance = torch.full((len(features),), torch.inf, device=features.device)
+    index = torch.tensor(first, device=features.device)
+    for i in range(size):
+        chosen[i] = index
+        distance = torch.minimum(distance, (features - features[index]).square().sum(1))
+        distance[index] = -1  # never again, not even among duplicates
+        index = distance.argmax()
+    return chosen
+
+
+POLICIES: dict[str, type] = {
+    "contrast": ContrastScoring,
+    "random": RandomReplace,
+    "fifo": FIFOReplace,
+    "selective-bp": SelectiveBackprop,
+    "k-center": KCenter,
+    "reservoir": Reservoir,
+}

@@ -1,0 +1,50 @@
+"""Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
+
+import sys
+from time import perf_counter
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """`with Progress("learning", 1000) as bar: bar.advance(10, "loss 4.8")`; a total of None is not known."""
+
+    def __init__(self, what: str, total: int | None, every: float = 10.0):
+        self.what, self.total, self.every, self.done = what, total, every, 0
+        self._bar = None
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = RichProgress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
+
+    def __enter__(self) -> "Progress":
+        self._started = self._said = perf_counter()
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task(self.what, total=self.total, note="")
+        return self
+
+    def advance(self, n: int, note: str = "") -> None:
+        self.done += n
+        if self._bar:
+            self._bar.update(self._task, advance=n, note=note)
+        elif perf_counter() - self._said >= self.every:
+            self._say(note)
+
+    def _say(self, note: str = "") -> None:
+        self._said = perf_counter()
+        of = f" of {self.total:,}" if self.total else ""
+        print(
+            f"{self.what}: {self.done:,}{of}, {self._said - self._started:.0f} s{note and ' | ' + note}",
+            file=sys.stderr,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        elif error is None and self._said > self._started:  # it was long enough to be spoken of
+            self._say("done")

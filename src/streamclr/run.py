@@ -1,0 +1,311 @@
+"""A run directory: configuration, journal, weights and results, and the loop around the learner."""
+
+import dataclasses
+import inspect
+import itertools
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TextIO
+
+import torch
+
+from streamclr import options as opts
+from streamclr.checkpoint import json_line, load_encoder, load_tensors, load_weights, save_tensors, write_json
+from streamclr.classifier import Classifier, curve_point, draw_labelled, evaluate, evaluate_supervised
+from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet
+from streamclr.errors import UserError
+from streamclr.learner import Learner
+from streamclr.policy import POLICIES, Policy
+from streamclr.progress import Progress
+from streamclr.stream import Stream, open_stream
+
+
+def option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Learn from a stream, then train and test a classifier on few labels."""
+
+    source: str = option("synthetic:", "where the images come from, as in cifar10?stc=500 or folder:DIR")
+    policy: str = option("contrast", f"which images stay in the buffer: {', '.join(POLICIES)}")
+    images: int | None = option(None, "how many images of the stream to learn from")
+    epochs: float | None = option(None, "the same in passes over the dataset [1, where there is one]")
+    stc: int | None = option(None, "consecutive images of one class [the source's own]")
+    size: int | None = option(None, "side of the images in pixels [the source's own]")
+    buffer: int = option(256, "images in the buffer")
+    batch: int | None = option(None, "images in one update, drawn from the buffer [all of it]")
+    segment: int | None = option(None, "new images in one step [as many as the buffer holds]")
+    rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
+    updates: int = option(1, "updates of the model in one step")
+    encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
+    width: int = option(64, "channels of the encoder's first stage")
+    stem: str | None = option(None, "small (3x3) or imagenet (7x7 and max-pool) [small below 64 px]")
+    norm: str = option("batch", "batch or group")
+    init: str | None = option(None, "start from these encoder weights (.safetensors, torchvision's names)")
+    lr: float = option(1e-4, "learning rate of Adam")
+    weight_decay: float = option(1e-4, "weight decay of Adam")
+    temperature: float = option(0.5, "of the contrastive loss")
+    fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
+    probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
+    supervised: bool = option(False, "also train the supervised baselines on the same labels")
+    seed: int = option(0, "of the stream, the weights, the views and the draws")
+    device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
+    out: str | None = option(None, "the run directory, which must be new [runs/SOURCE-POLICY]")
+
+    @property
+    def label_fractions(self) -> tuple[float, ...]:
+        return parse_fractions(self.fractions)
+
+
+def parse_fractions(text: str) -> tuple[float, ...]:
+    return tuple(opts.convert(part.strip(), float, "a label fraction") for part in text.split(","))
+
+
+def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
+    """Learn, evaluate, report: the whole job of one run. Returns its directory and its results."""
+    stream = open_run_stream(config)
+    config = resolved(config, stream)
+    if (labelled := stream.source.train) is not None:
+        for fraction in config.label_fractions:  # a fraction that cannot be drawn is said now, not hours later
+            draw_labelled(labelled.labels, fraction, labelled.classes)
+    learner = make_learner(config)
+    directory = RunDirectory.new(config)
+    started = perf_counter()
+    learn(config, learner, stream, directory)
+    seconds = perf_counter() - started
+    directory.save_model(learner.model)
+    directory.save_buffer(learner, stream)
+    results = {
+        "images": learner.buffer.n_seen,
+        "steps": learner.n_steps,
+        "seconds_learning": seconds,
+        **evaluate_run(config, learner.model, stream, directory),
+    }
+    directory.save_results(results)
+    return directory.path, results
+
+
+def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDirectory") -> None:
+    """The loop: every segment of the stream goes to the learner, every step into the journal."""
+    assert config.images is not None
+    assert config.segment is not None
+    train, test = stream.source.train, stream.source.test
+    n_steps = -(-config.images // config.segment)
+    mix_every = max(1, n_steps // 200)
+    curve_every = max(1, n_steps // config.probes) if config.probes else n_steps + 1
+    with directory.journal() as journal, Progress(f"learning ({config.policy})", config.images) as bar:
+        for images in stream.segments(config.segment, until=config.images):
+            step = learner.learn_many(images)
+            line: dict[str, Any] = asdict(step)
+            if stream.source.classes and step.number % mix_every == 0:
+                labels = stream.source.labels(learner.buffer.arrivals.cpu())
+                line["classes"] = labels.bincount(minlength=len(stream.source.classes)).tolist()
+            if train and test and step.number % curve_every == 0:
+                line["accuracy"] = curve_point(learner.model, train, test)
+            journal.write(json_line(line))
+            journal.flush()
+            bar.advance(len(images), str(step))
+
+
+def open_run_stream(config: RunConfig) -> Stream:
+    seed = {} if "seed" in opts.split(config.source)[1] else {"seed": config.seed}
+    return open_stream(config.source, stc=config.stc, size=config.size, **seed)
+
+
+def resolved(config: RunConfig, stream: Stream) -> RunConfig:
+    """The configuration with every default filled in, checked against the stream before anything is made."""
+    epoch, end = stream.source.epoch, stream.source.n_images
+    if config.images is not None and config.epochs is not None:
+        raise UserError("both --images and --epochs are given: use one of them")
+    images = config.images
+    if images is None:
+        if config.epochs is not None and epoch is None:
+            raise UserError(f"{config.source} has no epochs: say how long with --images")
+        images = round((config.epochs or 1) * epoch) if epoch else 20_000
+    if end is not None:
+        images = min(images, end)
+    batch = config.batch or config.buffer
+    if images < batch:
+        whole = f"{config.source} ends after {images} images" if images == end else f"{images} images are asked for"
+        raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
+    if not 0 <= config.probes <= 1000:
+        raise UserError(f"probes is {config.probes}: use 0 (no learning curve) to 1000")
+    segment = config.segment if config.segment is not None else config.buffer
+    if segment < 1:
+        raise UserError(f"segment is {segment}: use at least 1")
+    size = stream.source.images(torch.tensor([0])).shape[-1]
+    stem = config.stem or ("small" if size < 64 else "imagenet")
+    return dataclasses.replace(config, images=images, epochs=None, batch=batch, segment=segment, size=size, stem=stem)
+
+
+def make_encoder(config: RunConfig) -> ResNet:
+    if config.encoder not in ENCODERS:
+        raise UserError(f"no encoder {config.encoder!r}: {opts.one_of(config.encoder, ENCODERS)}")
+    return ENCODERS[config.encoder](config.width, config.stem, config.norm)
+
+
+def make_policy(config: RunConfig) -> Policy:
+    """The policy `name?key=value`, with the run's seed, temperature and re-scoring period where it takes them."""
+    name, options = opts.split(config.policy)
+    if name not in POLICIES:
+        raise UserError(f"no policy {name!r}: {opts.one_of(name, POLICIES)}")
+    takes = inspect.signature(POLICIES[name]).parameters
+    if config.rescore_every is not None:
+        if "rescore_every" not in takes:
+            raise UserError(f"--rescore-every is for the policy contrast: {name} does not score lazily")
+        options["rescore_every"] = str(config.rescore_every)
+    defaults = {"seed": config.seed, "temperature": config.temperature}
+    return opts.build(POLICIES[name], {k: v for k, v in defaults.items() if k in takes} | options, f"the policy {name}")
+
+
+def make_learner(config: RunConfig) -> Learner:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        encoder = make_encoder(config)
+    if config.init:
+        load_encoder(encoder, Path(config.init))
+    return Learner(
+        encoder,
+        make_policy(config),
+        buffer_size=config.buffer,
+        batch_size=config.batch,
+        updates_per_segment=config.updates,
+        temperature=config.temperature,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        seed=config.seed,
+        device=config.device,
+    )
+
+
+def evaluate_run(
+    config: RunConfig, model: ContrastiveModel, stream: Stream, directory: "RunDirectory"
+) -> dict[str, Any]:
+    """Stage two on the run's own labels; nothing for a stream that has none."""
+    train, test = stream.source.train, stream.source.test
+    if train is None or test is None:
+        return {"labels": {}}
+    results, heads = evaluate(model, train, test, config.label_fractions, config.seed)
+    directory.save_classifiers(heads, train.classes)
+    if config.supervised:
+        results["supervised"] = evaluate_supervised(
+            lambda: make_encoder(config), train, test, config.label_fractions, config.seed, model.mean.device
+        )
+    return results
+
+
+class RunDirectory:
+    """config.json, journal.jsonl, model.safetensors, classifier.safetensors, buffer.safetensors, results.json."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def new(cls, config: RunConfig) -> "RunDirectory":
+        """A directory of its own for a new run: never one that exists."""
+        name = "-".join(opts.split(text)[0].split(":")[0] for text in (config.source, config.policy))
+        path = new_directory(config.out, Path("runs") / name)
+        write_json(path / "config.json", asdict(config) | {"out": None})
+        return cls(path)
+
+    @classmethod
+    def existing(cls, path: str | Path) -> "RunDirectory":
+        if not (Path(path) / "config.json").is_file():
+            raise UserError(f"{path} is no run directory: it has no config.json")
+        return cls(Path(path))
+
+    @property
+    def config(self) -> RunConfig:
+        content = read_json(self.path / "config.json")
+        names = {field.name for field in dataclasses.fields(RunConfig)}
+        if unknown := sorted(content.keys() - names):
+            raise UserError(f"{self.path / 'config.json'} has keys that are not known: {', '.join(unknown)}")
+        return RunConfig(**content)
+
+    @property
+    def results(self) -> dict[str, Any] | None:
+        return read_json(self.path / "results.json") if (self.path / "results.json").exists() else None
+
+    def journal(self) -> TextIO:
+        return (self.path / "journal.jsonl").open("a")
+
+    def steps(self) -> list[dict[str, Any]]:
+        journal = self.path / "journal.jsonl"
+        return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+
+    def save_model(self, model: ContrastiveModel) -> None:
+        save_tensors(self.path / "model.safetensors", model.state_dict())
+
+    def load_model(self) -> ContrastiveModel:
+        config = self.config
+        model = ContrastiveModel(make_encoder(config))
+        file = self.path / "model.safetensors"
+        load_weights(model, load_tensors(file), str(file))
+        return model.to(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def save_classifiers(self, heads: dict[float, Classifier], classes: tuple[str, ...]) -> None:
+        tensors = {f"{fraction}/{k}": t for fraction, head in heads.items() for k, t in head.state_dict().items()}
+        save_tensors(self.path / "classifier.safetensors", tensors)
+        write_json(self.path / "classes.json", classes)
+
+    def load_classifier(self, fraction: float | None = None) -> tuple[Classifier, list[str]]:
+        """The classifier of one label fraction, the largest unless told, and its class names."""
+        file = self.path / "classifier.safetensors"
+        if not file.exists():
+            raise UserError(
+                f"{self.path} has no classifier: train one with 'streamclr eval {self.path}' on labelled data"
+            )
+        tensors = load_tensors(file)
+        fractions = sorted({float(key.split("/")[0]) for key in tensors})
+        fraction = fractions[-1] if fraction is None else fraction
+        if fraction not in fractions:
+            raise UserError(
+                f"{file} has no classifier for the fraction {fraction}: use {', '.join(map(str, fractions))}"
+            )
+        own = {key.split("/")[1]: t for key, t in tensors.items() if float(key.split("/")[0]) == fraction}
+        n_classes, n_features = own["linear.weight"].shape
+        head = Classifier(n_features, n_classes)
+        load_weights(head, own, str(file))
+        return head.eval(), read_json(self.path / "classes.json")
+
+    def save_buffer(self, learner: Learner, stream: Stream) -> None:
+        tensors = {k: v for k, v in learner.buffer.state_dict().items() if isinstance(v, torch.Tensor)}
+        if stream.source.classes:
+            tensors["labels"] = stream.source.labels(learner.buffer.arrivals.cpu())
+        save_tensors(self.path / "buffer.safetensors", tensors)
+
+    def load_buffer(self) -> dict[str, torch.Tensor]:
+        return load_tensors(self.path / "buffer.safetensors")
+
+    def save_results(self, results: dict[str, Any]) -> None:
+        write_json(self.path / "results.json", results)
+
+
+def new_directory(asked: str | Path | None, default: Path) -> Path:
+    """The directory asked for, which must be new or empty, or the default with the first free number."""
+    if asked is not None:
+        path = Path(asked)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
+    else:
+        path = next(
+            p
+            for n in itertools.count(1)
+            if not (p := default.with_name(default.name + (f"-{n}" if n > 1 else ""))).exists()
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {path} ({error.strerror}): give another --out") from None
+    return path
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from None

