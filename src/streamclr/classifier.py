@@ -38,8 +38,9 @@ class Classifier(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(n_features))
         self.register_buffer("std", torch.ones(n_features))
-        self.linear = nn.Linear(n_features, n_classes)
-        nn.init.zeros_(self.linear.weight)  # convex: any start leads to one end, and this one needs no seed
+        # The problem is convex, so any start leads to one end, and zeros need no seed.
+        self.linear = nn.utils.skip_init(nn.Linear, n_features, n_classes)
+        nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def fit_scale(self, features: Tensor) -> None:
@@ -108,7 +109,7 @@ def train_head(
                 F.cross_entropy(head.linear(features[batch]), labels[batch]).backward()
                 optimizer.step()
             bar.advance(1)
-    return head.eval()
+    return head.eval().requires_grad_(False)
 
 
 def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float = 1e-3) -> Classifier:
@@ -125,7 +126,7 @@ def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float 
         return loss
 
     optimizer.step(closure)
-    return probe.eval()
+    return probe.eval().requires_grad_(False)
 
 
 def knn_probe(features: Tensor, labels: Tensor, queries: Tensor, n_classes: int, k: int = 20) -> Tensor:
@@ -170,7 +171,7 @@ def train_supervised(
                 F.cross_entropy(logits, labels[batch]).backward()
                 optimizer.step()
             bar.advance(1)
-    return model, head.cpu().eval()
+    return model, head.cpu().eval().requires_grad_(False)
 
 
 def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:

@@ -190,7 +190,8 @@ def parse(argv: Sequence[str]) -> tuple[Callable[[Any], None], Any]:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (config, _, positional) in COMMANDS.items():
         summary = (config.__doc__ or "").splitlines()[0]
-        add_fields(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False), config, positional)
+        about = summary.replace("%", "%%")
+        add_fields(commands.add_parser(name, help=about, description=summary, allow_abbrev=False), config, positional)
     if not argv:
         parser.print_help()
         raise SystemExit(0)

@@ -270,7 +270,7 @@ class RunDirectory:
         n_classes, n_features = own["linear.weight"].shape
         head = Classifier(n_features, n_classes)
         load_weights(head, own, str(file))
-        return head.eval(), read_json(self.path / "classes.json")
+        return head.eval().requires_grad_(False), read_json(self.path / "classes.json")
 
     def save_buffer(self, learner: Learner, stream: Stream) -> None:
         tensors = {k: v for k, v in learner.buffer.state_dict().items() if isinstance(v, torch.Tensor)}

@@ -57,7 +57,7 @@ def open_stream(source: str, **options: Any) -> "Stream":
     text, written = opts.split(source)
     name, _, path = text.partition(":")
     if name not in SOURCES:
-        if not Path(text).is_dir():
+        if not text or not Path(text).is_dir():
             raise UserError(f"no source {text!r}: it is no directory, and {opts.one_of(name, SOURCES)}")
         name, path = "folder", text
     given = {key: value for key, value in {**written, **options}.items() if value is not None}

@@ -54,11 +54,12 @@ class StrongViews:
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return torch.empty(n, *shape, device=images.device).uniform_(low, high, generator=generator)
 
-        # Ten tries for a crop that fits; the few that never do (less than 1 in 1,000) are cut at the border.
+        # The first of ten tries that fits into the image, else the whole image, as torchvision does.
         area, ratio = uniform(*self.scale, 10), uniform(math.log(3 / 4), math.log(4 / 3), 10).exp()
         width, height = (area * ratio).sqrt(), (area / ratio).sqrt()  # as shares of the image
-        first = ((width <= 1) & (height <= 1)).int().argmax(1, keepdim=True)
-        width, height = width.gather(1, first).clamp(max=1)[:, 0], height.gather(1, first).clamp(max=1)[:, 0]
+        fits = (width <= 1) & (height <= 1)
+        first = fits.int().argmax(1, keepdim=True)
+        width, height = (torch.where(fits, side, 1.0).gather(1, first)[:, 0] for side in (width, height))
         left, top = (1 - width) * uniform(-1, 1), (1 - height) * uniform(-1, 1)  # centre, in [-1, 1]
         mirror = (uniform(0, 1) < 0.5).float() * 2 - 1
         theta = torch.zeros(n, 2, 3, device=images.device)
@@ -119,17 +120,17 @@ def _hue_rotation(angle: Tensor) -> Tensor:
 
 
 def _blur(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Gaussian blur with sigma from 0.1 to 2 px and a kernel of a tenth of the image, on a random share of them."""
+    """Gaussian blur, in place, of a random share of the images: sigma 0.1 to 2 px, the kernel a tenth of the side."""
     device = images.device
     chosen = torch.rand(len(images), generator=generator, device=device) < probability
     sigma = torch.empty(len(images), 1, device=device).uniform_(0.1, 2.0, generator=generator)[chosen]
+    if not len(sigma):
+        return images
     radius = max(1, min(images.shape[-2:]) // 20)
     x = torch.arange(-radius, radius + 1, device=device)
     kernel = F.softmax(-(x**2) / (2 * sigma**2), dim=1).repeat_interleave(3, 0)  # 3m x k: one kernel per channel
     planes = F.pad(images[chosen].flatten(0, 1)[None], (radius,) * 4, mode="reflect")  # 1 x 3m x H x W
-    if len(kernel):
-        planes = F.conv2d(planes, kernel[:, None, None, :], groups=len(kernel))
-        planes = F.conv2d(planes, kernel[:, None, :, None], groups=len(kernel))
-        images = images.clone()
-        images[chosen] = planes[0].unflatten(0, (-1, 3))
+    planes = F.conv2d(planes, kernel[:, None, None, :], groups=len(kernel))
+    planes = F.conv2d(planes, kernel[:, None, :, None], groups=len(kernel))
+    images[chosen] = planes[0].unflatten(0, (-1, 3))
     return images

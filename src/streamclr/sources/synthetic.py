@@ -113,7 +113,7 @@ def render(labels: Tensor, parameters: Tensor, frame: Tensor, size: int) -> Tens
 
     def colour(low: float, high: float) -> Tensor:  # n x 3 x 1 x 1: a grey with a tint
         grey = between(low, high)
-        return torch.stack([grey + between(-0.15, 0.15) for _ in range(3)], 1)
+        return torch.stack([grey + between(-0.08, 0.08) for _ in range(3)], 1)
 
     t = frame[:, None, None]
     axis = (torch.arange(size) + 0.5) / size * 2 - 1
@@ -124,7 +124,7 @@ def render(labels: Tensor, parameters: Tensor, frame: Tensor, size: int) -> Tens
     for _ in range(3):
         angle, frequency = between(0, 2 * math.pi), between(1, 7)
         waves += (frequency * (x * angle.cos() + y * angle.sin()) + swing(-4, 4)).sin()
-    mix = (0.5 + waves / 4).clamp(0, 1)[:, None]
+    mix = (0.5 + waves / 6)[:, None]
     image = colour(0.3, 0.5) * mix + colour(0.5, 0.7) * (1 - mix)
 
     # Object coordinates: moved, turned, scaled.

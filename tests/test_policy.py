@@ -1,0 +1,224 @@
+"""The contract that every policy passes, and what each one promises beyond it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from conftest import random_images
+from streamclr import ContrastScoring, FIFOReplace, KCenter, RandomReplace, Reservoir, SelectiveBackprop, UserError
+from streamclr.buffer import Buffer, Pool
+from streamclr.encoder import infer
+from streamclr.policy import POLICIES, k_center
+from streamclr.score import contrast_score
+
+MAKERS = {
+    **POLICIES,
+    "contrast, lazy": lambda: ContrastScoring(rescore_every=3),
+    "selective-bp, beta": lambda: SelectiveBackprop(beta=1.0),
+}
+every_policy = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+def make_pool(n_old, n_new, seed=0):
+    """A pool as the buffer makes it: old images with scores and ages, new ones without."""
+    n = n_old + n_new
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(n, generator=generator)
+    age = torch.randint(1, 9, (n,), generator=generator)
+    score[n_old:], age[n_old:] = torch.nan, 0
+    return Pool(random_images(n, seed=seed), score, age, torch.arange(n), n_buffer=n_old)
+
+
+contract = settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@every_policy
+@contract
+@given(n_old=st.integers(0, 12), n_new=st.integers(1, 12), share=st.floats(0, 1), seed=st.integers(0, 5))
+def test_keeps_exactly_the_asked_number_of_different_images_in_range(make, model, n_old, n_new, share, seed):
+    pool = make_pool(n_old, n_new, seed)
+    size = max(1, round(share * len(pool)))
+    keep = make().keep(pool, size, model)
+    assert keep.shape == (size,)
+    assert keep.dtype == torch.long
+    assert len(set(keep.tolist())) == size
+    assert keep.min() >= 0
+    assert keep.max() < len(pool)
+
+
+@every_policy
+def test_leaves_images_and_model_alone(make, model):
+    pool, random_state = make_pool(6, 6), torch.get_rng_state()
+    before, weights = copy.deepcopy(pool), {k: v.clone() for k, v in model.state_dict().items()}
+    make().keep(pool, 6, model)
+    for name in ("images", "age", "arrival"):
+        assert torch.equal(getattr(pool, name), getattr(before, name))
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@every_policy
+def test_deterministic_by_seed_and_state_round_trip(make, model):
+    first, second = make(), make()
+    for seed in range(3):
+        assert torch.equal(first.keep(make_pool(5, 7, seed), 6, model), second.keep(make_pool(5, 7, seed), 6, model))
+    if not hasattr(first, "state_dict"):
+        return
+    state = copy.deepcopy(first.state_dict())
+    ahead = [first.keep(make_pool(5, 7, seed), 6, model) for seed in range(3)]
+    third = make()
+    third.load_state_dict(state)
+    assert all(torch.equal(a, third.keep(make_pool(5, 7, seed), 6, model)) for seed, a in enumerate(ahead))
+
+
+@every_policy
+def test_works_in_a_buffer_over_many_steps(make, model):
+    policy, buffer = make(), Buffer(6)
+    for step, n in enumerate([2, 3, 9, 1, 6, 6, 20]):
+        pool = buffer.pool(random_images(n, seed=step))
+        buffer.replace(pool, policy.keep(pool, min(6, len(pool)), model))
+        assert len(buffer) == min(6, buffer.n_seen)
+
+
+@pytest.mark.parametrize("make", [RandomReplace, Reservoir, SelectiveBackprop, KCenter])
+def test_the_seed_matters(make, model):
+    keeps = [make(seed=seed).keep(make_pool(20, 20), 20, model).sort().values for seed in range(4)]
+    assert any(not torch.equal(keeps[0], other) for other in keeps[1:])
+
+
+def test_contrast_scoring_keeps_the_highest_scores(model):
+    pool = make_pool(8, 8)
+    keep = ContrastScoring().keep(pool, 8, model)
+    expected = contrast_score(model, pool.images)
+    assert torch.equal(pool.score, expected)
+    assert set(keep.tolist()) == set(expected.topk(8).indices.tolist())
+    assert pool.n_rescored == 8
+
+
+def test_lazy_scoring_scores_what_is_new_or_due_and_copies_the_rest(model):
+    pool = make_pool(12, 4)
+    before = pool.score.clone()
+    ContrastScoring(rescore_every=4).keep(pool, 12, model)
+    due = pool.age % 4 == 0
+    assert due[12:].all()
+    assert torch.equal(pool.score[due], contrast_score(model, pool.images[due]))
+    assert torch.equal(pool.score[~due], before[~due])
+    assert pool.n_rescored == int(due[:12].sum())
+
+
+def test_fifo_keeps_the_newest(model):
+    assert sorted(FIFOReplace().keep(make_pool(6, 4), 6, model).tolist()) == [4, 5, 6, 7, 8, 9]
+
+
+def test_random_keeps_an_image_with_probability_one_half(model):
+    policy, counts = RandomReplace(), torch.zeros(40)
+    for _ in range(2000):
+        counts[policy.keep(make_pool(20, 20), 20, model)] += 1
+    assert (counts / 2000 - 0.5).abs().max() < 0.05
+
+
+def test_reservoir_is_uniform_over_the_stream(model):
+    counts = torch.zeros(30)
+    for seed in range(600):
+        buffer, policy = Buffer(6), Reservoir(seed)
+        for _ in range(10):
+            pool = buffer.pool(torch.zeros(3, 3, 8, 8, dtype=torch.uint8))
+            buffer.replace(pool, policy.keep(pool, min(6, len(pool)), model))
+        counts[buffer.arrivals] += 1
+    assert (counts / 600 - 6 / 30).abs().max() < 0.06
+
+
+def test_selective_backprop_keeps_the_largest_losses(model):
+    pool = make_pool(8, 8)
+    keep = SelectiveBackprop().keep(pool, 8, model)
+    assert set(keep.tolist()) == set(pool.score.topk(8).indices.tolist())
+    assert pool.score.isfinite().all()
+
+
+def test_selective_backprop_beta_prefers_large_losses_without_insisting(model):
+    policy, ranks = SelectiveBackprop(beta=2.0), []
+    for seed in range(20):
+        pool = make_pool(10, 10, seed)
+        keep = policy.keep(pool, 5, model)
+        ranks.append(pool.score.argsort().argsort()[keep].float().mean())
+    mean = torch.stack(ranks).mean()
+    assert 9.5 + 1 < mean < 17 - 0.5  # uniform gives 9.5, the largest five 17
+
+
+def naive_k_center(features, size, first):
+    distances = torch.cdist(features.double(), features.double())
+    chosen = [first]
+    while len(chosen) < size:
+        nearest = distances[:, chosen].min(1).values
+        nearest[chosen] = -1
+        chosen.append(int(nearest.argmax()))
+    return chosen
+
+
+@settings(deadline=None, max_examples=25)
+@given(n=st.integers(2, 60), d=st.integers(1, 8), seed=st.integers(0, 50))
+def test_k_center_agrees_with_a_naive_reference(n, d, seed):
+    features = torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+    size, first = max(1, n // 2), seed % n
+    assert k_center(features, size, first).tolist() == naive_k_center(features, size, first)
+
+
+def test_k_center_at_scale_needs_no_matrix_of_pairs(monkeypatch):
+    features = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        chosen = k_center(features, 256)
+    assert largest <= 4096 * 512  # the size of the features themselves; all pairs would be 16.8 M
+    assert chosen.tolist() == naive_k_center(features, 256, 0)
+
+
+def test_k_center_survives_duplicates():
+    assert sorted(k_center(torch.zeros(6, 3), 6).tolist()) == list(range(6))
+
+
+def test_k_center_policy_covers_the_features(model):
+    pool = make_pool(10, 10)
+    keep = KCenter().keep(pool, 10, model)
+    features = infer(model, pool.images, model.features)
+    assert keep.tolist() == naive_k_center(features, 10, int(keep[0]))
+
+
+def test_k_center_takes_a_plain_module_as_the_feature_space():
+    flat = nn.Flatten()
+    keep = KCenter().keep(make_pool(4, 4), 4, flat)
+    assert len(set(keep.tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ContrastScoring(0), lambda: ContrastScoring(-3), lambda: SelectiveBackprop(beta=-1)]
+)
+def test_bad_options(make):
+    with pytest.raises(UserError):
+        make()
+
+
+def test_policy_scores_are_unit_free_of_the_head(model):
+    """A score is the same for a model that scales its projections: they are normalised."""
+    images = random_images(5)
+    score = contrast_score(model, images)
+    with torch.no_grad():
+        model.head[2].weight.mul_(7)
+        model.head[2].bias.mul_(7)
+    assert torch.allclose(contrast_score(model, images), score, atol=1e-5)
+    assert F.normalize(torch.ones(1, 2)).norm() == pytest.approx(1)

@@ -1,0 +1,64 @@
+import dataclasses
+import html.parser
+
+import pytest
+
+from streamclr import UserError
+from streamclr.report import Table, write_report
+from streamclr.run import run
+from test_run import config  # noqa: F401
+
+
+class Reader(html.parser.HTMLParser):
+    """Counts tags, and finds what a page would fetch from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.outside = {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.outside += [v for k, v in attrs if k in ("src", "href") and v and not v.startswith(("data:", "#"))]
+
+
+def test_the_page_shows_curves_scores_pictures_and_classes(config, tmp_path):  # noqa: F811
+    path, _ = run(config)
+    page = write_report([path], tmp_path / "report.html", title="A <title>").read_text()
+    reader = Reader(page)
+    assert reader.tags["img"] == 8  # the whole buffer
+    assert reader.tags["svg"] == 7  # five curves, the class mix, the scores
+    for text in (
+        "A &lt;title&gt;",
+        "NT-Xent loss",
+        "kNN accuracy",
+        "Scores in the final buffer",
+        "Classes in the buffer",
+    ):
+        assert text in page
+    assert "10 % of the labels" in page
+    assert not reader.outside
+
+
+def test_a_policy_without_scores_and_several_runs(config, tmp_path):  # noqa: F811
+    paths = [
+        run(dataclasses.replace(config, policy=p, out=str(tmp_path / p), probes=0, fractions="1"))[0]
+        for p in ("fifo", "random")
+    ]
+    page = write_report(paths, tmp_path / "report.html").read_text()
+    assert "Scores in the final buffer" not in page
+    assert "mean score" not in page
+    assert page.count("newest first") == 2
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(UserError, match="no run"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_table_in_markdown_and_html(capsys):
+    table = Table("Title", ["", "a"], [["x & y", "1 %"]], "a note")
+    assert table.markdown() == "|  | a |\n| --- | ---: |\n| x & y | 1 % |\n"
+    assert "<td>x &amp; y</td><td class=number>1 %</td>" in table.html()
+    table.print()
+    assert "a note" in capsys.readouterr().out

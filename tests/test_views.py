@@ -1,0 +1,96 @@
+import time
+
+import pytest
+import torch
+
+from conftest import random_images
+from streamclr import StrongViews
+from streamclr.views import GREY, _hue_rotation, flip
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("shape", [(5, 32, 32), (3, 64, 64), (2, 96, 64), (1, 17, 23)])
+def test_shape_range_and_seed(shape):
+    n, height, width = shape
+    images = torch.randint(256, (n, 3, height, width), dtype=torch.uint8)
+    before, random_state = images.clone(), torch.get_rng_state()
+    views = StrongViews()
+    first = views(images, generator())
+    assert first.shape == images.shape
+    assert first.dtype == torch.float32
+    assert first.min() >= 0
+    assert first.max() <= 1
+    assert torch.equal(first, views(images, generator()))
+    assert not torch.equal(first, views(images, generator(1)))
+    assert torch.equal(images, before)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_without_randomness_only_the_flip_is_left():
+    images = random_images(200)
+    views = StrongViews(scale=(1, 1), jitter=0, grey=0, blur=0)(images, generator())
+    pixels = images / 255
+    same, mirrored = ((views - other).abs().flatten(1).amax(1) < 1e-4 for other in (pixels, flip(pixels)))
+    assert (same ^ mirrored).all()
+    assert 70 < int(mirrored.sum()) < 130
+
+
+def test_crops_cover_the_asked_share():
+    """On an image of coordinates the spread of a view's pixels is the size of its crop."""
+    ramp = torch.linspace(0, 255, 64).byte()
+    images = torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.zeros(64, 64).byte()]).expand(
+        2000, 3, 64, 64
+    )
+    views = StrongViews(jitter=0, grey=0, blur=0)(images, generator())
+    width = (views[:, 0].amax((1, 2)) - views[:, 0].amin((1, 2))) * 64 / 63
+    height = (views[:, 1].amax((1, 2)) - views[:, 1].amin((1, 2))) * 64 / 63
+    area, ratio = width * height, width / height
+    assert area.min() > 0.15
+    assert area.max() < 1.05
+    assert 0.5 < area.mean() < 0.65
+    assert ratio.min() > 0.7
+    assert ratio.max() < 1.45
+
+
+def test_grey_and_hue_keep_the_luma():
+    images = random_images(50)
+    grey = StrongViews(scale=(1, 1), jitter=0, grey=1)(images, generator())
+    assert torch.allclose(grey[:, 0], grey[:, 1], atol=1e-5)
+    assert torch.allclose(grey[:, 0], grey[:, 2], atol=1e-5)
+    turned = _hue_rotation(torch.tensor([0.0, 1.0, -2.0]))
+    assert torch.allclose(turned[0], torch.eye(3), atol=1e-5)
+    luma = torch.tensor(GREY)
+    assert torch.allclose(luma @ turned, luma.expand(3, 3), atol=1e-4)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_colour_jitter_is_one_affine_map_with_the_asked_strength(strength):
+    """A flat grey image keeps its grey under contrast, saturation and hue; brightness alone moves it."""
+    images = torch.full((2000, 3, 8, 8), 100, dtype=torch.uint8)
+    views = StrongViews(strength=strength, jitter=1, grey=0)(images, generator()) * 255 / 100
+    reach = min(1, 0.8 * strength)
+    assert views.min() == pytest.approx(1 - reach, abs=0.03)
+    assert views.max() == pytest.approx(1 + reach, abs=0.03)
+    assert (views.flatten(1).std(1) < 1e-3).all()
+
+
+def test_blur_smooths_and_keeps_the_mean():
+    images = random_images(8, size=64)
+    plain, blurred = (StrongViews(scale=(1, 1), jitter=0, grey=0, blur=p)(images, generator()) for p in (0, 1))
+    spread, before = blurred.flatten(1).std(1), plain.flatten(1).std(1)
+    assert (spread <= before).all()
+    assert spread.mean() < 0.7 * before.mean()
+    assert torch.allclose(blurred.mean((1, 2, 3)), plain.mean((1, 2, 3)), atol=0.02)
+
+
+def test_ten_thousand_views_a_second():
+    images, views, random = random_images(512, size=32), StrongViews(), generator()
+    seconds = []
+    for _ in range(8):
+        started = time.perf_counter()
+        views(images, random)
+        seconds.append(time.perf_counter() - started)
+    assert 512 / min(seconds) > 10_000  # here on one thread
