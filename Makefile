@@ -1,10 +1,10 @@
-# make demo · make test · make test-long · make lint
+# make demo · make test · make bench · make lint · make test-long
 # Each target makes .venv with what it needs first; repeat runs skip what is done.
 
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long bench lint clean
 
 demo: .venv/.core
 	.venv/bin/streamclr demo
@@ -14,6 +14,9 @@ test: .venv/.dev
 
 test-long: .venv/.dev
 	.venv/bin/pytest -m long
+
+bench: .venv/.core
+	.venv/bin/python benchmarks/overhead.py
 
 lint: .venv/.dev
 	.venv/bin/ruff check .

@@ -59,7 +59,7 @@ def test_compare(folder, tmp_path, capsys):
     assert "mean ± standard deviation of 2 seeds" in out
     results = json.loads((tmp_path / "c" / "results.json").read_text())
     assert {name: len(values["1.0"]) for name, values in results["accuracy"].items()} == {
-        "contrast": 2, "random": 2, "supervised": 2, "untrained encoder + head": 2,
+        "contrast": 2, "random": 2, "supervised": 2, "untrained encoder": 2,
     }  # fmt: skip
     for name in ("report.html", "table.md", "curves.png", "contrast-0/journal.jsonl", "random-1/results.json"):
         assert (tmp_path / "c" / name).exists()

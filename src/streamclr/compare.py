@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import torch
 
@@ -12,7 +11,16 @@ from streamclr.checkpoint import write_json
 from streamclr.classifier import Accuracy, linear_probe
 from streamclr.errors import UserError
 from streamclr.report import Table, labels_heading, line_plot, percent, write_report
-from streamclr.run import RunConfig, RunDirectory, make_policy, new_directory, open_run_stream, option, read_json, run
+from streamclr.run import (
+    RunConfig,
+    RunDirectory,
+    make_policy,
+    new_directory,
+    open_run_stream,
+    option,
+    policy_options,
+    run,
+)
 from streamclr.sources.dataset import Images
 
 
@@ -24,62 +32,70 @@ class CompareConfig(RunConfig):
     seeds: int = option(3, "how many seeds, from --seed on; a seed has one stream for all policies")
 
 
+Rows = dict[str, dict[str, list[float]]]  # row: column: a value for each seed
+PROBE = "linear probe, all labels"
+
+
 def compare(
-    config: CompareConfig, default_out: str = "compare", title: str = "Policies compared"
+    config: CompareConfig, default_out: str = "compare", title: str = "Policies compared", baselines: Rows | None = None
 ) -> tuple[Path, Table]:
-    """Every policy and seed is a run of its own inside the directory. Returns the directory and the table."""
+    """Every policy and seed is a run of its own inside the directory. Returns the directory and the table.
+
+    baselines: further rows of the table.
+    """
     policies = [name.strip() for name in config.policies.split(",")]
     if config.seeds < 1:
         raise UserError(f"seeds is {config.seeds}: use at least 1")
-    runs = [
-        RunConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(RunConfig)} | {"policy": p, "seed": s})
-        for s in range(config.seed, config.seed + config.seeds)
-        for p in policies
-    ]
+    common = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
+    runs = []
+    for seed in range(config.seed, config.seed + config.seeds):
+        for policy in policies:
+            lazily = config.rescore_every if "rescore_every" in policy_options(policy) else None
+            runs.append(RunConfig(**common | {"policy": policy, "seed": seed, "rescore_every": lazily}))
     for one in runs:
-        make_policy(one)  # a wrong name is said before the first run starts
+        make_policy(one)  # a wrong option is said before the first run starts
     out = new_directory(config.out, Path("runs") / default_out)
     directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}
-    supervised: list[dict[str, Any]] = []
     for one in runs:
-        first = one.policy == policies[0]  # the baselines depend on the seed alone
-        one = dataclasses.replace(one, out=str(out / f"{one.policy}-{one.seed}"), supervised=one.supervised and first)
-        path, results = run(one)
+        first = one.policy == policies[0]  # the supervised baselines depend on the seed alone
+        name = one.policy.replace("?", ",").replace("&", ",")
+        path, _ = run(
+            dataclasses.replace(one, out=str(out / f"{name}-{one.seed}"), supervised=one.supervised and first)
+        )
         directories[one.policy].append(RunDirectory(path))
-        supervised += [results["supervised"]] if "supervised" in results else []
 
-    table, content = _table(title, directories, supervised, config)
-    write_json(out / "results.json", content)
+    rows = _rows(directories, config) | (baselines or {})
+    write_json(out / "results.json", {"config": dataclasses.asdict(config) | {"out": None}, "accuracy": rows})
+    columns = [*(str(f) for f in config.label_fractions), PROBE]
+    spread = f"mean ± standard deviation of {config.seeds} seeds" if config.seeds > 1 else "one seed"
+    table = Table(
+        title,
+        ["", *(column if column == PROBE else labels_heading(column) for column in columns)],
+        [[name, *(_spread(values.get(column, [])) for column in columns)] for name, values in rows.items()],
+        note=f"accuracy on the test set, {spread}",
+    )
     (out / "table.md").write_text(table.markdown())
-    everything = [d for policy in policies for d in directories[policy]]
     line_plot(
         "kNN accuracy on the test set, %, mean over seeds",
         [(policy, _mean_curve(directories[policy])) for policy in policies],
         out / "curves.png",
     )
-    write_report([d.path for d in everything], out / "report.html", [table], title)
+    write_report([d.path for policy in policies for d in directories[policy]], out / "report.html", [table], title)
     return out, table
 
 
-def _table(
-    title: str, directories: dict[str, list[RunDirectory]], supervised: list[dict[str, Any]], config: CompareConfig
-) -> tuple[Table, dict[str, Any]]:
+def _rows(directories: dict[str, list[RunDirectory]], config: CompareConfig) -> Rows:
     fractions = [str(f) for f in config.label_fractions]
-    rows: dict[str, dict[str, list[float]]] = {}
-    for policy, runs in directories.items():
-        results = [r.results or {} for r in runs]
-        rows[policy] = {f: [r["labels"][f]["accuracy"] for r in results if f in r["labels"]] for f in fractions}
-    for reading, name in (("end_to_end", "supervised"), ("untrained_encoder", "untrained encoder + head")):
-        if supervised:
-            rows[name] = {f: [r[f][reading] for r in supervised] for f in fractions}
-    spread = f"mean ± standard deviation of {config.seeds} seeds" if config.seeds > 1 else "one seed"
-    table = Table(
-        title,
-        ["", *(labels_heading(f) for f in fractions)],
-        [[name, *(_spread(values[f]) for f in fractions)] for name, values in rows.items()],
-        note=f"accuracy on the test set, {spread}",
-    )
-    return table, {"config": dataclasses.asdict(config) | {"out": None}, "accuracy": rows}
+    results = {policy: [one.results or {} for one in runs] for policy, runs in directories.items()}
+    rows: Rows = {}
+    for policy, contents in results.items():
+        rows[policy] = {f: [c["labels"][f]["accuracy"] for c in contents if f in c["labels"]] for f in fractions}
+        rows[policy][PROBE] = [c["linear_probe"] for c in contents if "linear_probe" in c]
+    supervised = [c["supervised"] for contents in results.values() for c in contents if "supervised" in c]
+    if supervised:
+        rows["supervised"] = {f: [c[f]["end_to_end"] for c in supervised] for f in fractions}
+        rows["untrained encoder"] = {f: [c[f]["untrained_encoder"] for c in supervised] for f in fractions}
+    return rows
 
 
 def _spread(values: list[float]) -> str:
@@ -101,8 +117,12 @@ DEMO = CompareConfig(
     source="synthetic:",
     policies="contrast,fifo",
     seeds=1,
-    images=25_600,
-    buffer=64,
+    size=24,
+    images=32_000,
+    buffer=256,
+    batch=64,
+    segment=64,
+    rescore_every=16,
     width=8,
     lr=1e-3,
     fractions="0.01",
@@ -112,16 +132,13 @@ DEMO = CompareConfig(
 
 
 def demo(out: str | None = None) -> tuple[Path, Table]:
-    """The whole job on the embedded default, with the linear probe on raw pixels to show that it is no toy."""
+    """The whole job on the embedded default, with a linear probe on raw pixels to show that it is no toy."""
     config = dataclasses.replace(DEMO, out=out)
     source = open_run_stream(config).source
     assert source.train is not None
     assert source.test is not None
-    pixels = pixel_probe(source.train, source.test)
-    path, table = compare(config, "demo", "Learned from an unlabelled stream, classified from 1 % of the labels")
-    results = read_json(path / "results.json")
-    write_json(path / "results.json", results | {"linear_probe_on_pixels": pixels})
-    return path, table
+    baselines = {"raw pixels": {PROBE: [pixel_probe(source.train, source.test)]}}
+    return compare(config, "demo", "Learned from an unlabelled stream, classified from 1 % labels", baselines)
 
 
 def pixel_probe(train: Images, test: Images) -> float:

@@ -148,12 +148,18 @@ def make_encoder(config: RunConfig) -> ResNet:
     return ENCODERS[config.encoder](config.width, config.stem, config.norm)
 
 
+def policy_options(policy: str) -> list[str]:
+    """The names of the options that a policy takes."""
+    name, _ = opts.split(policy)
+    if name not in POLICIES:
+        raise UserError(f"no policy {name!r}: {opts.one_of(name, POLICIES)}")
+    return list(inspect.signature(POLICIES[name]).parameters)
+
+
 def make_policy(config: RunConfig) -> Policy:
     """The policy `name?key=value`, with the run's seed, temperature and re-scoring period where it takes them."""
     name, options = opts.split(config.policy)
-    if name not in POLICIES:
-        raise UserError(f"no policy {name!r}: {opts.one_of(name, POLICIES)}")
-    takes = inspect.signature(POLICIES[name]).parameters
+    takes = policy_options(config.policy)
     if config.rescore_every is not None:
         if "rescore_every" not in takes:
             raise UserError(f"--rescore-every is for the policy contrast: {name} does not score lazily")
