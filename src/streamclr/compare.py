@@ -80,7 +80,7 @@ def compare(
         [(policy, _mean_curve(directories[policy])) for policy in policies],
         out / "curves.png",
     )
-    write_report([d.path for policy in policies for d in directories[policy]], out / "report.html", [table], title)
+    write_report([d.path for policy in policies for d in directories[policy]], out / "report.html", [table])
     return out, table
 
 

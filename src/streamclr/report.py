@@ -67,7 +67,8 @@ class Table:
             for row in self.rows
         )
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        return f"<h2>{html.escape(self.title)}</h2><table><tr>{head}</tr>{rows}</table>{note}"
+        title = f"<h2>{html.escape(self.title)}</h2>" if self.title else ""
+        return f"{title}<table><tr>{head}</tr>{rows}</table>{note}"
 
     def print(self) -> None:
         from rich.console import Console
@@ -166,14 +167,21 @@ def _class_mix(run: RunDirectory) -> str:
     if not steps:
         return ""
     mix = np.array([step["classes"] for step in steps], dtype=float)
+    names: list[str] = []
+    if mix.shape[1] <= 10:  # more colours than that cannot be told apart
+        for entry in (run.results or {}).get("labels", {}).values():
+            names = list(entry["per_class"])
 
     def draw(axes: "Axes") -> None:
-        axes.stackplot([step["seen"] for step in steps], 100 * (mix / mix.sum(1, keepdims=True)).T, lw=0)
+        seen, shares = [step["seen"] for step in steps], 100 * (mix / mix.sum(1, keepdims=True)).T
+        axes.stackplot(seen, shares, lw=0, labels=names)
+        if names:
+            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
         axes.set_xlabel("images seen")
         axes.set_ylim(0, 100)
         axes.margins(x=0)
 
-    return _plot("Classes in the buffer, %: one colour each, labels used for this picture only", draw)
+    return _plot("Classes in the buffer, % (labels serve this picture only)", draw)
 
 
 def _buffer(run: RunDirectory) -> str:
