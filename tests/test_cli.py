@@ -105,6 +105,21 @@ def test_bad_input_is_one_line_and_exit_code_2(words, told, capsys, tmp_path, mo
     assert not list(tmp_path.iterdir())  # nothing half-made
 
 
+def test_what_the_disk_refuses_is_one_line_too(folder, capsys):
+    main(["run", "--source", folder, *FAST, "--fractions", "1", "--out", "r"])
+    capsys.readouterr()
+    assert main(["report", "r", "--out", "no/such/place/report.html"]) == 2
+    assert capsys.readouterr().err == "streamclr: No such file or directory: no/such/place/report.html\n"
+
+
+def test_a_journal_that_is_being_written_can_be_reported(folder, tmp_path):
+    main(["run", "--source", folder, *FAST, "--fractions", "1", "--out", "r"])
+    (tmp_path / "r" / "results.json").unlink()
+    with (tmp_path / "r" / "journal.jsonl").open("a") as journal:
+        journal.write('{"number": 6, "se')
+    assert main(["report", "r"]) == 0
+
+
 @pytest.mark.parametrize("command", ["demo", "run", "eval", "predict", "report", "compare", "data"])
 def test_help_tells_every_option_with_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -81,9 +81,20 @@ def test_a_damaged_image_is_named(tmp_path, content):
     paint(tmp_path / "a.png", 1)
     paint(tmp_path / "b.png", 2, size=(64, 64))
     whole = (tmp_path / "b.png").read_bytes()
-    (tmp_path / "b.png").write_bytes(whole[: len(whole) // 2] if content is None else content)
+    damaged = whole[: len(whole) // 2] if content is None else content
+    (tmp_path / "b.png").write_bytes(damaged)
     with pytest.raises(UserError, match=r"b\.png"):
         list(open_stream(f"folder:{tmp_path}").segments(2))
+    (tmp_path / "a.png").write_bytes(damaged)  # the first image, whose size is asked for
+    with pytest.raises(UserError, match=r"a\.png"):
+        list(open_stream(f"folder:{tmp_path}").segments(2))
+
+
+def test_an_image_too_large_to_decode_is_named(tmp_path, monkeypatch):
+    paint(tmp_path / "a.png", 1, size=(64, 64))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match=r"a\.png"):
+        open_stream(f"folder:{tmp_path}")
 
 
 def test_empty_folders(tmp_path):

@@ -37,12 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"streamclr: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("streamclr: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # `streamclr predict … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a full disk, a directory that may not be read
+        print(f"streamclr: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("streamclr: interrupted", file=sys.stderr)
+        return 130
 
 
 @dataclass(frozen=True)

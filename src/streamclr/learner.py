@@ -14,6 +14,7 @@ from streamclr.buffer import Buffer
 from streamclr.encoder import ContrastiveModel, resnet18
 from streamclr.errors import UserError
 from streamclr.loss import nt_xent
+from streamclr.options import checked_seed
 from streamclr.policy import ContrastScoring, Policy
 from streamclr.views import StrongViews
 
@@ -64,7 +65,7 @@ class Learner:
         seed: int = 0,
         device: torch.device | str | None = None,
     ):
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = find_device(device)
         self.policy = policy or ContrastScoring()
         self.buffer = Buffer(buffer_size, self.device)
         self.batch_size = buffer_size if batch_size is None else batch_size
@@ -82,7 +83,7 @@ class Learner:
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
         self.views = views or StrongViews()
         with torch.random.fork_rng(devices=[]):  # initial weights by our seed, the global generator left alone
-            torch.manual_seed(seed)
+            torch.manual_seed(checked_seed(seed))
             self.model = ContrastiveModel(encoder or resnet18()).to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, weight_decay=weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
@@ -153,6 +154,17 @@ class Learner:
         if hasattr(self.policy, "load_state_dict"):
             self.policy.load_state_dict(state["policy"])
         self.generator.set_state(state["generator"])
+
+
+def find_device(name: torch.device | str | None) -> torch.device:
+    """The device asked for, or a GPU if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UserError(f"no device {name!r}: use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"no device {name!r}: this machine, or this build of torch, has no CUDA; use cpu")
+    return device
 
 
 def _checked(images: Tensor | np.ndarray) -> Tensor:

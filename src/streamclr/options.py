@@ -56,6 +56,12 @@ def convert(value: Any, hint: Any, what: str) -> Any:
     raise UserError(f"{what} is {value!r}: use {names}")
 
 
+def checked_seed(seed: int) -> int:
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed is {seed}: use a whole number from 0 to 2**63 - 1")
+    return seed
+
+
 def one_of(given: str, names: Iterable[str]) -> str:
     """What is allowed, the likeliest first."""
     names = list(names)

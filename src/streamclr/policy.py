@@ -9,6 +9,7 @@ from streamclr.buffer import Pool
 from streamclr.encoder import infer
 from streamclr.errors import UserError
 from streamclr.loss import nt_xent
+from streamclr.options import checked_seed
 from streamclr.score import contrast_score
 from streamclr.views import StrongViews
 
@@ -46,7 +47,7 @@ class _Seeded:
     """A private generator and its state, for the policies that draw."""
 
     def __init__(self, seed: int = 0):
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(checked_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +17,7 @@ from streamclr.checkpoint import json_line, load_encoder, load_tensors, load_wei
 from streamclr.classifier import Classifier, curve_point, draw_labelled, evaluate, evaluate_supervised
 from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet
 from streamclr.errors import UserError
-from streamclr.learner import Learner
+from streamclr.learner import Learner, find_device
 from streamclr.policy import POLICIES, Policy
 from streamclr.progress import Progress
 from streamclr.stream import Stream, open_stream
@@ -121,14 +122,17 @@ def resolved(config: RunConfig, stream: Stream) -> RunConfig:
     epoch, end = stream.source.epoch, stream.source.n_images
     if config.images is not None and config.epochs is not None:
         raise UserError("both --images and --epochs are given: use one of them")
+    epochs = 1 if config.epochs is None else config.epochs
+    if not 0 < epochs < math.inf:
+        raise UserError(f"epochs is {epochs}: use a number above 0")
     images = config.images
     if images is None:
         if config.epochs is not None and epoch is None:
             raise UserError(f"{config.source} has no epochs: say how long with --images")
-        images = round((config.epochs or 1) * epoch) if epoch else 20_000
+        images = round(epochs * epoch) if epoch else 20_000
     if end is not None:
         images = min(images, end)
-    batch = config.batch or config.buffer
+    batch = config.buffer if config.batch is None else config.batch
     if images < batch:
         whole = f"{config.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
@@ -240,8 +244,10 @@ class RunDirectory:
         return (self.path / "journal.jsonl").open("a")
 
     def steps(self) -> list[dict[str, Any]]:
+        """The journal so far; a last line that is still being written is left out."""
         journal = self.path / "journal.jsonl"
-        return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def save_model(self, model: ContrastiveModel) -> None:
         save_tensors(self.path / "model.safetensors", model.state_dict())
@@ -251,7 +257,7 @@ class RunDirectory:
         model = ContrastiveModel(make_encoder(config))
         file = self.path / "model.safetensors"
         load_weights(model, load_tensors(file), str(file))
-        return model.to(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return model.to(find_device(config.device))
 
     def save_classifiers(self, heads: dict[float, Classifier], classes: tuple[str, ...]) -> None:
         tensors = {f"{fraction}/{k}": t for fraction, head in heads.items() for k, t in head.state_dict().items()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streamclr.errors import UserError
+from streamclr.options import checked_seed
 
 
 class Images(Protocol):
@@ -70,7 +71,7 @@ class DatasetSource:
         if stc is not None and stc > 1 and not streamed.classes:
             raise UserError(f"stc={stc} needs classes, and these images have none: leave it out, or use stc=1")
         self.streamed, self.train, self.test, self.classes = streamed, train, test, streamed.classes
-        self.stc, self.seed, self.epoch = stc, seed, len(streamed)
+        self.stc, self.seed, self.epoch = stc, checked_seed(seed), len(streamed)
         self.n_images = None if passes is None else passes * len(streamed)
         self._last_classes: list[int] = []  # of each pass so far: the next one starts with another
         self._order = lru_cache(maxsize=4)(self._make_order)

@@ -1,6 +1,8 @@
 """Image files: a folder with one sub-folder per class, a flat folder, and subsets of ImageNet."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +38,24 @@ class FileImages:
 
 def read_image(path: Path, size: int) -> Tensor:
     """3 x size x size, uint8: the upright image in RGB, its shorter side scaled to `size`, the middle cut out."""
+    with _opened(path) as image:
+        image = ImageOps.exif_transpose(image).convert("RGB")
+        if image.size != (size, size):
+            image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image).convert("RGB")
-            if image.size != (size, size):
-                image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-            return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise all three
+            yield image
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+    ) as error:  # Pillow's decoders raise them all
         raise UserError(f"cannot read the image {path} ({error}): remove it or replace it") from None
 
 
@@ -141,7 +154,7 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None
             f"no images in {root}: it needs {', '.join(sorted(SUFFIXES))} files, flat or one folder per class"
         )
     if size is None:
-        with Image.open(paths[0]) as image:
+        with _opened(paths[0]) as image:
             size = min(224, *image.size)
     elif size < 8:
         raise UserError(f"size is {size}: use at least 8 pixels")

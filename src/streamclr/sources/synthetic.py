@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from streamclr.errors import UserError
+from streamclr.options import checked_seed
 
 # Class: shape, texture.
 CLASSES = {
@@ -46,7 +47,7 @@ class Synthetic:
             raise UserError(f"size is {size}: use at least 8 pixels")
         if stc < 1:
             raise UserError(f"stc is {stc}: use 1 (a new object each frame) or more")
-        self.size, self.seed, self.stc = size, seed, stc
+        self.size, self.seed, self.stc = size, checked_seed(seed), stc
         self.train, self.test = SyntheticImages(self, 5000, split=0), SyntheticImages(self, 2000, split=1)
 
     def images(self, numbers: Tensor) -> Tensor:

@@ -1,0 +1,35 @@
+import json
+import time
+
+import pytest
+import torch
+
+from conftest import random_images
+from streamclr.compare import PROBE, demo, pixel_probe
+from streamclr.sources.dataset import ArrayImages
+
+
+def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
+    labels = torch.arange(120) % 2
+    noise, bright = random_images(120, size=8), random_images(120, size=8) // 2
+    bright[labels == 1] += 100
+    for images, low, high in ((bright, 0.95, 1), (noise, 0.2, 0.8)):
+        data = ArrayImages(images, labels, ("dark", "bright"))
+        train, test = (
+            ArrayImages(data.images(part), labels[part], data.classes) for part in torch.arange(120).split(80)
+        )
+        assert low <= pixel_probe(train, test) <= high
+
+
+@pytest.mark.long
+def test_the_demo_shows_what_it_promises(tmp_path):
+    torch.set_num_threads(2)
+    started = time.monotonic()
+    out, _ = demo(str(tmp_path / "demo"))
+    assert time.monotonic() - started < 300
+    assert (out / "report.html").stat().st_size > 100_000
+    rows = json.loads((out / "results.json").read_text())["accuracy"]
+    contrast, fifo, supervised = (rows[name]["0.01"][0] for name in ("contrast", "fifo", "supervised"))
+    assert contrast > supervised
+    assert contrast > fifo
+    assert rows["raw pixels"][PROBE][0] <= rows["contrast"][PROBE][0] / 2  # `synthetic:` is no toy
