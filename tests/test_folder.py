@@ -134,6 +134,31 @@ def test_imagenet_bad_classes(tmp_path, classes, told):
         open_stream(f"imagenet:{tmp_path}", classes=str(tmp_path / "list.txt"))
 
 
+def test_imagenet_classes_as_a_number_and_listed_once(tmp_path):
+    for split in ("train", "val"):
+        class_folder(tmp_path / split, 2)
+        (tmp_path / split / ".cache").mkdir()
+    assert open_stream(f"imagenet:{tmp_path}", classes=2, size=16).source.classes == ("ant", "bee")
+    listed = tmp_path / "list.txt"
+    listed.write_text("ant\nbee\nant\n")
+    with pytest.raises(UserError, match="'ant' twice"):
+        open_stream(f"imagenet:{tmp_path}", classes=listed)
+    listed.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"list\.txt lists"):
+        open_stream(f"imagenet:{tmp_path}", classes=listed)
+
+
+def test_sixteen_bits_are_scaled(tmp_path):
+    Image.fromarray(np.full((16, 16), 40_000, np.uint16)).save(tmp_path / "a.png")
+    assert (open_stream(f"folder:{tmp_path}").read(1) == 40_000 >> 8).all()
+
+
+def test_natural_order_has_no_ties(tmp_path):
+    for i, name in enumerate(["01", "1", "1a", "²1"]):
+        paint(tmp_path / f"{name}.png", i)
+    assert values(open_stream(f"folder:{tmp_path}").read(4)) == [0, 1, 2, 3]
+
+
 def test_imagenet_needs_train_and_val(tmp_path):
     with pytest.raises(UserError, match="no folder train"):
         open_stream(f"imagenet:{tmp_path}")

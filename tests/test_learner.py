@@ -160,6 +160,34 @@ def test_any_module_can_be_the_encoder_and_numpy_the_images():
     assert learner.encoder is encoder
 
 
+def test_flipped_numpy_images():
+    frames = np.random.default_rng(0).integers(0, 256, (6, 3, 16, 16), dtype=np.uint8)
+    assert math.isfinite(make().learn_many(frames[:, ::-1]).loss)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    learner, other = make(), make(buffer_size=4)
+    learn(learner, 2)
+    before = other.state_dict()
+    with pytest.raises(UserError, match="buffer_size=8"):
+        other.load_state_dict(learner.state_dict())
+    wide = Learner(resnet18(width=8), buffer_size=8, device="cpu")
+    with pytest.raises(UserError, match="does not fit"):
+        wide.load_state_dict(learner.state_dict())
+    assert all(torch.equal(value, before["model"][key]) for key, value in other.model.state_dict().items())
+    assert len(other.buffer) == len(wide.buffer) == 0
+    learn(other, 1)
+    learn(wide, 1)
+
+
+def test_contrast_scoring_takes_over_from_a_policy_without_scores():
+    learner = make(FIFOReplace())
+    learn(learner, 2)
+    learner.policy = ContrastScoring(rescore_every=50)
+    learn(learner, 1, first=2)
+    assert learner.buffer.scores.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("images", "told"),
     [

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamclr import nt_xent
+from streamclr import UserError, nt_xent
 
 
 def unit(n, d, seed):
@@ -39,6 +39,14 @@ def test_equals_a_slow_explicit_loop(n, d, temperature, seed):
 def test_identical_vectors_give_log_2n_minus_1(n):
     z = F.normalize(torch.ones(n, 8), dim=1)
     assert nt_xent(z, z, 0.5).item() == pytest.approx(math.log(2 * n - 1), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reduction"), [(((4, 3), (3, 3)), "mean"), (((0, 3), (0, 3)), "mean"), (((2, 3), (2, 3)), "max")]
+)
+def test_bad_input(shapes, reduction):
+    with pytest.raises(UserError):
+        nt_xent(*map(torch.zeros, shapes), reduction=reduction)
 
 
 def test_large_pools_are_computed_in_rounds():

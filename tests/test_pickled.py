@@ -71,6 +71,21 @@ def test_executes_nothing(protocol, value, tmp_path, monkeypatch):
     assert value is print or result is None
 
 
+def test_traps_for_a_reader():
+    circle: list = []
+    circle.append(circle)
+    nested: list = []
+    for _ in range(100):
+        nested = [nested, nested]  # 2 ** 100 lists for one that copies
+    with pytest.raises(UserError, match="contains itself"):
+        read_pickle(pickle.dumps(circle), "f")
+    assert len(read_pickle(pickle.dumps(nested), "f")) == 2
+    with pytest.raises(UserError, match=r"^f is not a whole pickle"):
+        read_pickle(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", "f")
+    with pytest.raises(UserError, match=r"^f is not a whole pickle"):
+        read_pickle(b"c_codecs\nencode\n(Vx\nVnosuch\ntR.", "f")
+
+
 def test_every_truncation_is_an_error_and_nothing_else():
     data = pickle.dumps(BATCH, 2)
     for end in range(len(data)):

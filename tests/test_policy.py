@@ -206,7 +206,14 @@ def test_k_center_takes_a_plain_module_as_the_feature_space():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: ContrastScoring(0), lambda: ContrastScoring(-3), lambda: SelectiveBackprop(beta=-1)]
+    "make",
+    [
+        lambda: ContrastScoring(0),
+        lambda: ContrastScoring(-3),
+        lambda: SelectiveBackprop(beta=-1),
+        lambda: SelectiveBackprop(beta=float("nan")),
+        lambda: SelectiveBackprop(temperature=0),
+    ],
 )
 def test_bad_options(make):
     with pytest.raises(UserError):

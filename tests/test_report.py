@@ -4,8 +4,8 @@ import html.parser
 import pytest
 
 from streamclr import UserError
-from streamclr.report import Table, write_report
-from streamclr.run import run
+from streamclr.report import Table, results_table, write_report
+from streamclr.run import RunDirectory, run
 from test_run import config  # noqa: F401
 
 
@@ -49,6 +49,16 @@ def test_a_policy_without_scores_and_several_runs(config, tmp_path):  # noqa: F8
     assert "Scores in the final buffer" not in page
     assert "mean score" not in page
     assert page.count("newest first") == 2
+
+
+def test_names_that_mean_something_to_a_formatter(config, tmp_path, capsys):  # noqa: F811
+    for name, strange in (("ant", "$a_{$"), ("bee", "[red]蜂")):
+        (tmp_path / "images" / name).rename(tmp_path / "images" / strange)
+    path, _ = run(dataclasses.replace(config, out=str(tmp_path / "[red]$x_{$")))
+    page = write_report([path, path], tmp_path / "report.html").read_text("utf-8")
+    assert "$a_{$" in page
+    results_table([(path.name, RunDirectory(path))]).print()
+    assert "[red]$x_{$" in capsys.readouterr().out
 
 
 def test_nothing_to_report(tmp_path):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -126,7 +127,12 @@ def test_fine_tuning_starts_from_the_given_weights(config, tmp_path):
     [
         ({"images": 5}, "5 images are asked for, before one batch of 8"),
         ({"buffer": 100, "stc": None, "images": None}, "ends after 40 images, before one batch of 100"),
+        ({"stc": None, "images": 100}, "ends after 40 images, before the 100 asked for: write passes=3"),
         ({"images": 50, "epochs": 2}, "both --images and --epochs"),
+        ({"source": "synthetic:?stc=bogus", "stc": None}, "'bogus': use a whole number"),
+        ({"stem": ""}, "stem is ''"),
+        ({"init": ""}, "no file"),
+        ({"buffer": 10**15, "batch": 8, "segment": 8, "device": "meta"}, "no device 'meta'"),
         ({"images": 0}, "0 images are asked for"),
         ({"images": None, "epochs": 0.0}, "epochs is 0"),
         ({"images": None, "epochs": float("nan")}, "epochs is nan"),
@@ -166,6 +172,44 @@ def test_a_loss_that_is_not_finite_leaves_no_results(config, tmp_path):
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_options_in_the_source_are_used_and_recorded(config):
+    asked = dataclasses.replace(config, source=config.source + "?stc=4&size=12", stc=None, size=None)
+    source = open_run_stream(asked).source
+    assert (source.stc, source.images(torch.tensor([0])).shape[-1]) == (4, 12)
+
+
+def test_a_run_is_found_again_from_another_directory(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, _ = run(dataclasses.replace(config, source="folder:images", out="here"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert open_run_stream(RunDirectory.existing(tmp_path / path).config).read(2).shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("source", ["{}", "../{}"])
+def test_the_default_directory_is_in_runs_whatever_the_source(config, tmp_path, monkeypatch, source):
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    source = str(tmp_path / "images") if source == "{}" else "../images"
+    path, _ = run(dataclasses.replace(config, source=source, out=None, probes=0))
+    assert str(path) == "runs/folder-contrast"
+
+
+def test_runs_that_start_together_get_directories_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: new_directory(None, tmp_path / "runs" / "x"), range(40)))
+    assert len(set(paths)) == 40
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(config, tmp_path):
+    for image in (tmp_path / "images" / "ant").iterdir():
+        if image.name != "0.png":
+            image.write_bytes(image.read_bytes()[:100])
+    with pytest.raises(UserError, match="cannot read the image"):
+        run(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_epochs_are_passes_over_the_dataset(config):
     for epochs, images in ((None, 40), (2, 80), (0.5, 20)):
         asked = dataclasses.replace(config, images=None, epochs=epochs)
@@ -178,6 +222,14 @@ def test_a_foreign_or_damaged_run_directory_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"sauce": 1}')
     with pytest.raises(UserError, match="sauce"):
         _ = RunDirectory.existing(tmp_path).config
+    for content in ("[]", '{"width": "a"}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=r"config\.json"):
+            _ = RunDirectory.existing(tmp_path).config
+    for line in ("garbage", "{}", "[]"):
+        (tmp_path / "journal.jsonl").write_text(line + "\n")
+        with pytest.raises(UserError, match=r"journal\.jsonl, line 1 is damaged"):
+            RunDirectory.existing(tmp_path).steps()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         _ = RunDirectory.existing(tmp_path).config

@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 
 from streamclr import UserError, open_stream
+from streamclr.stream import absolute_source
 
 
 def test_segments_of_any_size_in_order():
@@ -23,6 +24,20 @@ def test_options_in_the_string_and_as_keywords():
     assert torch.equal(a.read(20), b.read(20))
     assert torch.equal(a.read(20), c.read(40)[20:])
     assert open_stream("synthetic:", stc=None).source.stc == 100  # None is the source's own
+
+
+def test_keywords_left_out_do_not_hide_what_the_string_says():
+    source = open_stream("synthetic:?size=16&stc=7", size=None, stc=None).source
+    assert (source.size, source.stc) == (16, 7)
+
+
+def test_absolute_source(tmp_path, monkeypatch):
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_source("folder:a b?stc=5&size=16") == f"folder:{tmp_path}/a b?stc=5&size=16"
+    assert absolute_source("a b") == f"folder:{tmp_path}/a b"
+    assert absolute_source("cifar10?stc=5") == "cifar10?stc=5"
+    assert absolute_source("synthetic:") == "synthetic:"
 
 
 def test_state_resumes():
@@ -50,6 +65,9 @@ def test_a_directory_alone_is_a_folder(tmp_path):
         ("synthetic:?stc=many", "'many': use a whole number"),
         ("synthetic:?stc=0", "stc is 0"),
         ("synthetic:?size=2", "size is 2"),
+        ("synthetic:?size=100000000", "size is 100000000"),
+        ("synthetic:?stc=99999999999999999999", "stc is 9999"),
+        ("synthetic:?seed=-1", "seed is -1"),
         ("synthetic:?stc", "key=value"),
         ("synthetic:elsewhere", "takes no path"),
         ("cifar10", "streamclr data get cifar10"),
@@ -65,4 +83,4 @@ def test_bad_sources(source, told, monkeypatch, tmp_path):
 
 def test_bad_segment_size():
     with pytest.raises(UserError, match="segment size is 0"):
-        next(open_stream("synthetic:").segments(0))
+        open_stream("synthetic:").segments(0)

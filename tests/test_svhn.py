@@ -37,6 +37,13 @@ def test_damaged_or_wrong_files_are_named(tmp_path):
     savemat(file, {"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.zeros((3, 1), np.uint8)})
     with pytest.raises(UserError, match=r"test_32x32\.mat"):
         data.load("svhn", tmp_path)
+    for labels in (np.full((4, 1), 77), np.full((4, 1), np.nan), np.array([["a"], ["b"], ["c"], ["d"]])):
+        savemat(file, {"X": np.zeros((32, 32, 3, 4), np.uint8), "y": labels})
+        with pytest.raises(UserError, match=r"test_32x32\.mat"):
+            data.load("svhn", tmp_path)
+    savemat(file, {"X": np.zeros((32, 32, 3, 0), np.uint8), "y": np.zeros((0, 1), np.uint8)})
+    with pytest.raises(UserError, match=r"test_32x32\.mat"):
+        data.load("svhn", tmp_path)
     file.unlink()
     with pytest.raises(UserError, match=r"no file .*test_32x32\.mat"):
         data.load("svhn", tmp_path)

@@ -40,7 +40,10 @@ class Buffer:
         self._allocate(size, (3, 0, 0))
 
     def _allocate(self, rows: int, shape: tuple[int, ...]) -> None:
-        self._images = torch.empty(rows, *shape, dtype=torch.uint8, device=self.device)
+        try:
+            self._images = torch.empty(rows, *shape, dtype=torch.uint8, device=self.device)
+        except RuntimeError:
+            raise UserError(f"no memory for {rows} images of {shape}: use a smaller buffer or smaller images") from None
         self._scores = torch.full((rows,), torch.nan, device=self.device)
         self._ages = torch.zeros(rows, dtype=torch.long, device=self.device)
         self._arrivals = torch.zeros(rows, dtype=torch.long, device=self.device)
@@ -96,6 +99,10 @@ class Buffer:
     def replace(self, pool: Pool, keep: Tensor) -> int:
         """Make the images `keep` of the pool the new buffer; returns how many were in it before."""
         size = min(self.size, len(pool))
+        if len(keep) and not (int(keep.min()) >= 0 and int(keep.max()) < len(pool)):
+            raise UserError(
+                f"the policy kept image {int(keep.max())} of a pool of {len(pool)}: use indices of the pool"
+            )
         chosen = torch.zeros(len(pool), dtype=torch.bool, device=self.device)
         chosen[keep] = True
         if len(keep) != size or int(chosen.sum()) != size:
@@ -128,9 +135,9 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         columns = [state[name] for name in ("images", "scores", "ages", "arrivals")]
         assert isinstance(columns[0], Tensor)
-        self._n, self.n_seen = len(columns[0]), int(state["n_seen"])
-        if self._n > self.size:
-            raise UserError(f"the saved buffer holds {self._n} images, this one {self.size}: use buffer_size={self._n}")
+        if (n := len(columns[0])) > self.size:
+            raise UserError(f"the saved buffer holds {n} images, this one {self.size}: use buffer_size={n}")
+        self._n, self.n_seen = n, int(state["n_seen"])
         self._allocate(2 * self.size, tuple(columns[0].shape[1:]))
         for column, values in zip(self._columns, columns, strict=True):
             column[: self._n] = values

@@ -15,12 +15,12 @@ from streamclr.errors import UserError
 def write_json(path: Path, content: Any) -> None:
     """JSON that a reader sees whole or not at all; NaN becomes null."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(_plain(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    part.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")  # ASCII, whatever the locale
     part.replace(path)
 
 
 def json_line(content: dict[str, Any]) -> str:
-    return json.dumps(_plain(content), ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_plain(content), allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -35,7 +35,10 @@ def _plain(value: Any) -> Any:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
+    except SafetensorError as error:
+        raise UserError(f"cannot write {path} ({error})") from None
     part.chmod(0o644)  # safetensors makes it private, unlike every other file of the run
     part.replace(path)
 
@@ -61,8 +64,7 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str) -> N
         if own[key].shape != tensors[key].shape:
             problems.append(f"{key} is {list(tensors[key].shape)}, not {list(own[key].shape)}")
     if problems:
-        rest = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise UserError(f"{where} does not fit the model: {'; '.join(sorted(problems)[:8])}{rest}")
+        raise UserError(f"{where} does not fit the model: {'; '.join(sorted(problems))}")
     module.load_state_dict(tensors)
 
 

@@ -61,7 +61,7 @@ def draw_labelled(labels: Tensor, fraction: float, classes: tuple[str, ...], see
     if n_each < 1:
         raise UserError(
             f"{fraction:.2%} of {len(labels)} labels is less than one for each of {len(classes)} classes: "
-            f"use a fraction of at least {math.ceil(1e4 * len(classes) / len(labels)) / 1e4}"
+            f"use a fraction of at least {min(1.0, math.ceil(1e4 * len(classes) / len(labels)) / 1e4)}"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = []

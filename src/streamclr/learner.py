@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streamclr.buffer import Buffer
+from streamclr.checkpoint import load_weights
 from streamclr.encoder import ContrastiveModel, resnet18
 from streamclr.errors import UserError
 from streamclr.loss import nt_xent
@@ -147,10 +148,11 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.n_steps = state["n_steps"]
-        self.model.load_state_dict(state["model"])
+        buffer = Buffer(self.buffer.size, self.device)
+        buffer.load_state_dict(state["buffer"])
+        load_weights(self.model, state["model"], "the saved state")  # what does not fit has changed nothing until here
+        self.buffer, self.n_steps = buffer, state["n_steps"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.buffer.load_state_dict(state["buffer"])
         if hasattr(self.policy, "load_state_dict"):
             self.policy.load_state_dict(state["policy"])
         self.generator.set_state(state["generator"])
@@ -162,13 +164,15 @@ def find_device(name: torch.device | str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise UserError(f"no device {name!r}: use cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"no device {name!r}: this machine, or this build of torch, has no CUDA; use cpu")
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device.type):
+        raise UserError(f"no device {name!r} on this machine or in this build of torch: use cpu")
     return device
 
 
 def _checked(images: Tensor | np.ndarray) -> Tensor:
-    images = torch.as_tensor(images)
+    if isinstance(images, np.ndarray):
+        images = torch.from_numpy(np.ascontiguousarray(images))  # a flipped view has negative strides
     if images.dtype != torch.uint8:
         raise UserError(f"the segment is {images.dtype}: give torch.uint8 images with values from 0 to 255")
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamclr.errors import UserError
+
 
 def nt_xent(z0: Tensor, z1: Tensor, temperature: float = 0.5, reduction: str = "mean") -> Tensor:
     """Each view must find the other view of its image among all views of the batch.
@@ -11,6 +13,12 @@ def nt_xent(z0: Tensor, z1: Tensor, temperature: float = 0.5, reduction: str = "
     `z0[i]` and `z1[i]` are the unit projections of the two views of image i. With `reduction="none"` the result has one
     loss per anchor, first all of `z0`, then all of `z1`.
     """
+    if z0.shape != z1.shape or z0.ndim != 2 or not len(z0):
+        raise UserError(
+            f"the views' projections are {tuple(z0.shape)} and {tuple(z1.shape)}: give two of n x d, n at least 1"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise UserError(f"reduction is {reduction!r}: use 'mean', 'sum' or 'none'")
     z = torch.cat([z0, z1])  # 2n x d
     anchors = torch.arange(len(z), device=z.device)
     positives = anchors.roll(len(z0))

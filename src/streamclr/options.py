@@ -62,6 +62,18 @@ def checked_seed(seed: int) -> int:
     return seed
 
 
+def checked_size(size: int) -> int:
+    if not 8 <= size <= 4096:
+        raise UserError(f"size is {size}: use 8 to 4096 pixels")
+    return size
+
+
+def checked_stc(stc: int) -> int:
+    if not 1 <= stc < 2**31:
+        raise UserError(f"stc is {stc}: use 1 (no correlation) or more")
+    return stc
+
+
 def one_of(given: str, names: Iterable[str]) -> str:
     """What is allowed, the likeliest first."""
     names = list(names)

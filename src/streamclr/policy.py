@@ -32,6 +32,7 @@ class ContrastScoring:
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         due = pool.age % self.rescore_every == 0  # a new image has age 0
+        due |= pool.score.isnan()  # kept by another policy until now
         pool.rescore(due, contrast_score(model, pool.images[due]))
         return pool.score.topk(size).indices
 
@@ -79,8 +80,10 @@ class SelectiveBackprop(_Seeded):
     """
 
     def __init__(self, beta: float | None = None, temperature: float = 0.5, seed: int = 0):
-        if beta is not None and beta < 0:
+        if beta is not None and not beta >= 0:
             raise UserError(f"beta is {beta}: use 0 (uniform) or more, or leave it out for the largest losses")
+        if not temperature > 0:
+            raise UserError(f"temperature is {temperature}: use a number above 0")
         super().__init__(seed)
         self.beta, self.temperature = beta, temperature
         self.views = StrongViews()

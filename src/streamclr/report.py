@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,8 @@ def write_report(
     for name, run in runs:
         parts.append(f"<h2>{html.escape(name)}</h2>" + _run_section(run))
     page = f"<meta name=viewport content='width=device-width'><title>{html.escape(title)}</title><style>{STYLE}</style>"
-    out.write_text(f"<!doctype html><html lang=en><meta charset=utf-8>{page}{''.join(parts)}</html>\n")
+    text = f"<!doctype html><html lang=en><meta charset=utf-8>{page}{''.join(parts)}</html>\n"
+    out.write_text(text, encoding="utf-8", errors="replace")
     return out
 
 
@@ -72,13 +74,14 @@ class Table:
 
     def print(self) -> None:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table as RichTable
 
         table = RichTable(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
         for i, cell in enumerate(self.head):
             table.add_column(cell, justify="right" if i else "left")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         Console().print(table)
 
 
@@ -132,10 +135,17 @@ def line_plot(title: str, series: Sequence[tuple[str, Sequence[tuple[float, floa
                 x, y = np.array(points, dtype=float).T
                 width = max(1, len(y) // 100)
                 smooth = np.convolve(y, np.ones(width) / width, "valid")
-                axes.plot(x[width - 1 :], smooth, label=name, marker="o" if len(points) < 40 else None, ms=3, lw=1.5)
+                axes.plot(
+                    x[width - 1 :],
+                    smooth,
+                    label=name.replace("$", r"\$"),
+                    marker="o" if len(points) < 40 else None,
+                    ms=3,
+                    lw=1.5,
+                )
         axes.set_xlabel("images seen")
         axes.grid(alpha=0.3)
-        if len(series) > 1:
+        if sum(bool(points) for _, points in series) > 1:
             axes.legend(fontsize=8)
 
     return _plot(title, draw, path)
@@ -170,7 +180,7 @@ def _class_mix(run: RunDirectory) -> str:
     names: list[str] = []
     if mix.shape[1] <= 10:  # more colours than that cannot be told apart
         for entry in (run.results or {}).get("labels", {}).values():
-            names = list(entry["per_class"])
+            names = [name.replace("$", r"\$") for name in entry["per_class"]]
 
     def draw(axes: "Axes") -> None:
         seen, shares = [step["seen"] for step in steps], 100 * (mix / mix.sum(1, keepdims=True)).T
@@ -226,8 +236,10 @@ def _plot(title: str, draw: Any, path: Path | None = None) -> str:
     axes = figure.subplots()
     draw(axes)
     axes.set_title(title, fontsize=10)
-    if path is not None:
-        figure.savefig(path, dpi=150)
     data = io.StringIO()
-    figure.savefig(data, format="svg")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a class name in a script that the font lacks
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        figure.savefig(data, format="svg")
     return f"<figure class=plot>{data.getvalue()[data.getvalue().index('<svg') :]}</figure>"

@@ -5,9 +5,10 @@ import inspect
 import itertools
 import json
 import math
+import typing
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TextIO
 
 import torch
@@ -17,10 +18,10 @@ from streamclr.checkpoint import json_line, load_encoder, load_tensors, load_wei
 from streamclr.classifier import Classifier, curve_point, draw_labelled, evaluate, evaluate_supervised
 from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet
 from streamclr.errors import UserError
-from streamclr.learner import Learner, find_device
+from streamclr.learner import Learner, Step, find_device
 from streamclr.policy import POLICIES, Policy
 from streamclr.progress import Progress
-from streamclr.stream import Stream, open_stream
+from streamclr.stream import Stream, absolute_source, open_stream, split_source
 
 
 def option(default: Any, help: str) -> Any:
@@ -68,16 +69,13 @@ def parse_fractions(text: str) -> tuple[float, ...]:
 
 def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
     """Learn, evaluate, report: the whole job of one run. Returns its directory and its results."""
-    stream = open_run_stream(config)
-    config = resolved(config, stream)
-    if (labelled := stream.source.train) is not None:
-        for fraction in config.label_fractions:  # a fraction that cannot be drawn is said now, not hours later
-            draw_labelled(labelled.labels, fraction, labelled.classes)
-    learner = make_learner(config)
+    config, stream, learner = prepare(config)
     directory = RunDirectory.new(config)
-    started = perf_counter()
-    learn(config, learner, stream, directory)
-    seconds = perf_counter() - started
+    try:
+        seconds = learn(config, learner, stream, directory)
+    except UserError:
+        directory.remove_if_empty()
+        raise
     directory.save_model(learner.model)
     directory.save_buffer(learner, stream)
     results = {
@@ -90,26 +88,39 @@ def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
     return directory.path, results
 
 
-def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDirectory") -> None:
-    """The loop: every segment of the stream goes to the learner, every step into the journal."""
+def prepare(config: RunConfig) -> tuple[RunConfig, Stream, Learner]:
+    """All that a run needs, checked before anything is written: what is wrong is said now, not hours later."""
+    stream = open_run_stream(config)
+    config = resolved(config, stream)
+    if (labelled := stream.source.train) is not None:
+        for fraction in config.label_fractions:
+            draw_labelled(labelled.labels, fraction, labelled.classes)
+    return config, stream, make_learner(config)
+
+
+def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDirectory") -> float:
+    """The loop: every segment of the stream goes to the learner, every step into the journal. Returns its seconds."""
     assert config.images is not None
     assert config.segment is not None
     train, test = stream.source.train, stream.source.test
     n_steps = -(-config.images // config.segment)
     mix_every = max(1, n_steps // 200)
-    curve_every = max(1, n_steps // config.probes) if config.probes else n_steps + 1
+    curve_every = -(-n_steps // max(1, config.probes))
+    seconds = 0.0
     with directory.journal() as journal, Progress(f"learning ({config.policy})", config.images) as bar:
         for images in stream.segments(config.segment, until=config.images):
             step = learner.learn_many(images)
+            seconds += step.seconds_scoring + step.seconds_training
             line: dict[str, Any] = asdict(step)
             if stream.source.classes and step.number % mix_every == 0:
                 labels = stream.source.labels(learner.buffer.arrivals.cpu())
                 line["classes"] = labels.bincount(minlength=len(stream.source.classes)).tolist()
-            if train and test and step.number % curve_every == 0:
+            if train and test and config.probes and (step.number % curve_every == 0 or step.number == n_steps):
                 line["accuracy"] = curve_point(learner.model, train, test)
             journal.write(json_line(line))
             journal.flush()
             bar.advance(len(images), str(step))
+    return seconds
 
 
 def open_run_stream(config: RunConfig) -> Stream:
@@ -130,8 +141,9 @@ def resolved(config: RunConfig, stream: Stream) -> RunConfig:
         if config.epochs is not None and epoch is None:
             raise UserError(f"{config.source} has no epochs: say how long with --images")
         images = round(epochs * epoch) if epoch else 20_000
-    if end is not None:
-        images = min(images, end)
+    if end is not None and images > end:
+        how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
+        raise UserError(f"{config.source} ends after {end} images, before the {images} asked for{how}")
     batch = config.buffer if config.batch is None else config.batch
     if images < batch:
         whole = f"{config.source} ends after {images} images" if images == end else f"{images} images are asked for"
@@ -142,8 +154,18 @@ def resolved(config: RunConfig, stream: Stream) -> RunConfig:
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
     size = stream.source.images(torch.tensor([0])).shape[-1]
-    stem = config.stem or ("small" if size < 64 else "imagenet")
-    return dataclasses.replace(config, images=images, epochs=None, batch=batch, segment=segment, size=size, stem=stem)
+    stem = ("small" if size < 64 else "imagenet") if config.stem is None else config.stem
+    parse_fractions(config.fractions)
+    return dataclasses.replace(
+        config,
+        source=absolute_source(config.source),
+        images=images,
+        epochs=None,
+        batch=batch,
+        segment=segment,
+        size=size,
+        stem=stem,
+    )
 
 
 def make_encoder(config: RunConfig) -> ResNet:
@@ -176,7 +198,7 @@ def make_learner(config: RunConfig) -> Learner:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder = make_encoder(config)
-    if config.init:
+    if config.init is not None:
         load_encoder(encoder, Path(config.init))
     return Learner(
         encoder,
@@ -217,10 +239,17 @@ class RunDirectory:
     @classmethod
     def new(cls, config: RunConfig) -> "RunDirectory":
         """A directory of its own for a new run: never one that exists."""
-        name = "-".join(opts.split(text)[0].split(":")[0] for text in (config.source, config.policy))
+        name = f"{split_source(config.source)[0]}-{opts.split(config.policy)[0]}"
         path = new_directory(config.out, Path("runs") / name)
         write_json(path / "config.json", asdict(config) | {"out": None})
         return cls(path)
+
+    def remove_if_empty(self) -> None:
+        """Take back a run that failed before its first step; a journal that tells something stays."""
+        if not self.steps():
+            for name in ("config.json", "journal.jsonl"):
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunDirectory":
@@ -230,10 +259,15 @@ class RunDirectory:
 
     @property
     def config(self) -> RunConfig:
-        content = read_json(self.path / "config.json")
-        names = {field.name for field in dataclasses.fields(RunConfig)}
-        if unknown := sorted(content.keys() - names):
-            raise UserError(f"{self.path / 'config.json'} has keys that are not known: {', '.join(unknown)}")
+        file, hints = self.path / "config.json", typing.get_type_hints(RunConfig)
+        content = read_json(file)
+        if not isinstance(content, dict):
+            raise UserError(f"{file} holds no configuration")
+        if unknown := sorted(content.keys() - hints.keys()):
+            raise UserError(f"{file} has keys that are not known: {', '.join(unknown)}")
+        for name, value in content.items():
+            if not isinstance(value, hints[name]) and not (isinstance(value, int) and hints[name] is float):
+                raise UserError(f"{file} has {value!r} for {name}")
         return RunConfig(**content)
 
     @property
@@ -241,13 +275,20 @@ class RunDirectory:
         return read_json(self.path / "results.json") if (self.path / "results.json").exists() else None
 
     def journal(self) -> TextIO:
-        return (self.path / "journal.jsonl").open("a")
+        return (self.path / "journal.jsonl").open("a", encoding="utf-8")
 
     def steps(self) -> list[dict[str, Any]]:
         """The journal so far; a last line that is still being written is left out."""
-        journal = self.path / "journal.jsonl"
-        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        journal, steps = self.path / "journal.jsonl", []
+        lines = journal.read_text("utf-8", errors="replace").splitlines(keepends=True) if journal.exists() else []
+        for number, line in enumerate(lines, 1):
+            if line.endswith("\n"):
+                try:
+                    steps.append(json.loads(line))
+                    _ = [steps[-1][field.name] for field in dataclasses.fields(Step)]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UserError(f"{journal}, line {number} is damaged ({error!r})") from None
+        return steps
 
     def save_model(self, model: ContrastiveModel) -> None:
         save_tensors(self.path / "model.safetensors", model.state_dict())
@@ -268,9 +309,7 @@ class RunDirectory:
         """The classifier of one label fraction, the largest unless told, and its class names."""
         file = self.path / "classifier.safetensors"
         if not file.exists():
-            raise UserError(
-                f"{self.path} has no classifier: train one with 'streamclr eval {self.path}' on labelled data"
-            )
+            raise UserError(f"{self.path} has no classifier: its run is not finished, or its stream has no labels")
         tensors = load_tensors(file)
         fractions = sorted({float(key.split("/")[0]) for key in tensors})
         fraction = fractions[-1] if fraction is None else fraction
@@ -282,7 +321,10 @@ class RunDirectory:
         n_classes, n_features = own["linear.weight"].shape
         head = Classifier(n_features, n_classes)
         load_weights(head, own, str(file))
-        return head.eval().requires_grad_(False), read_json(self.path / "classes.json")
+        classes = read_json(self.path / "classes.json")
+        if not isinstance(classes, list) or len(classes) != n_classes:
+            raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {file}")
+        return head.eval().requires_grad_(False), classes
 
     def save_buffer(self, learner: Learner, stream: Stream) -> None:
         tensors = {k: v for k, v in learner.buffer.state_dict().items() if isinstance(v, torch.Tensor)}
@@ -299,25 +341,26 @@ class RunDirectory:
 
 def new_directory(asked: str | Path | None, default: Path) -> Path:
     """The directory asked for, which must be new or empty, or the default with the first free number."""
-    if asked is not None:
-        path = Path(asked)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
-    else:
-        path = next(
-            p
-            for n in itertools.count(1)
-            if not (p := default.with_name(default.name + (f"-{n}" if n > 1 else ""))).exists()
-        )
+    path = default if asked is None else Path(asked)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if asked is not None:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        default.parent.mkdir(parents=True, exist_ok=True)
+        for n in itertools.count(2):
+            with suppress(FileExistsError):  # taken, perhaps by a run that starts at this moment
+                path.mkdir()
+                break
+            path = default.with_name(f"{default.name}-{n}")
+        return path
     except OSError as error:
         raise UserError(f"cannot make the directory {path} ({error.strerror}): give another --out") from None
-    return path
 
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error})") from None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlencode
 
 import torch
 from torch import Tensor
@@ -49,19 +50,32 @@ SOURCES: dict[str, Callable[..., Source]] = {
 }
 
 
-def open_stream(source: str, **options: Any) -> "Stream":
+def open_stream(source: str | Path, **options: Any) -> "Stream":
     """A stream from a source string such as `synthetic:`, `cifar10?stc=500&seed=1` or `folder:DIR`.
 
     Options may stand in the string or be given as keywords, which win.
     """
-    text, written = opts.split(source)
+    name, path, written = split_source(source)
+    given = written | {key: value for key, value in options.items() if value is not None}
+    return Stream(opts.build(SOURCES[name], given, f"the source {name}", path))
+
+
+def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
+    """`folder:DIR?size=64` as name, path and options; a directory alone is a folder."""
+    text, options = opts.split(str(source))
     name, _, path = text.partition(":")
     if name not in SOURCES:
         if not text or not Path(text).is_dir():
             raise UserError(f"no source {text!r}: it is no directory, and {opts.one_of(name, SOURCES)}")
         name, path = "folder", text
-    given = {key: value for key, value in {**written, **options}.items() if value is not None}
-    return Stream(opts.build(SOURCES[name], given, f"the source {name}", path))
+    return name, path, options
+
+
+def absolute_source(source: str) -> str:
+    """The same source, to be found from any working directory."""
+    name, path, options = split_source(source)
+    where = f":{Path(path).expanduser().resolve()}" if path else ":" * (":" in source)
+    return name + where + (f"?{urlencode(options)}" if options else "")
 
 
 class Stream:
@@ -80,8 +94,12 @@ class Stream:
         if n < 1:
             raise UserError(f"the segment size is {n}: use at least 1")
         ends = [end for end in (until, self.source.n_images) if end is not None]
-        while not ends or self.position < min(ends):
-            yield self.read(min([n] + [end - self.position for end in ends]))
+
+        def generate() -> Iterator[Tensor]:
+            while not ends or self.position < min(ends):
+                yield self.read(min([n] + [end - self.position for end in ends]))
+
+        return generate()
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}

@@ -6,6 +6,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -25,54 +26,46 @@ CIFAR100_CLASSES = tuple(
     squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
     wardrobe whale willow_tree wolf woman worm""".split()
 )
-Records = tuple[np.ndarray, np.ndarray]  # images n x 3 x 32 x 32, labels n
+Records = tuple[np.ndarray, Any]  # images n x 3 x 32 x 32, labels n
 Files = dict[str, Callable[[], bytes]]
+_LABELS = {10: "labels", 100: "fine_labels"}
 
 
-def read_cifar10(path: Path) -> Splits | None:
+def read_cifar10(place: Path) -> Splits | None:
     """The dataset in an archive or a folder; None if there is nothing of it."""
-    return _read(
-        path,
-        train=[f"data_batch_{i}" for i in range(1, 6)],
-        test=["test_batch"],
-        places=["cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"],
-        n_classes=10,
-    )
+    return _read(place, [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"], n_classes=10)
 
 
-def read_cifar100(path: Path) -> Splits | None:
-    return _read(
-        path,
-        train=["train"],
-        test=["test"],
-        places=["cifar-100-python", "cifar-100-binary", "cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"],
-        n_classes=100,
-    )
+def read_cifar100(place: Path) -> Splits | None:
+    return _read(place, ["train"], ["test"], n_classes=100)
 
 
-def _read(path: Path, train: list[str], test: list[str], places: list[str], n_classes: int) -> Splits | None:
-    for place in [path, *(path / name for name in places)]:
-        if not place.exists():
+def _read(place: Path, train: list[str], test: list[str], n_classes: int) -> Splits | None:
+    files = _files(place)
+    for suffix, decode in {"": _from_pickle, ".bin": _from_binary, ".png": _from_png}.items():
+        if not any(name + suffix in files for name in train + test):
             continue
-        files = _files(place)
-        for suffix, decode in {"": _from_pickle, ".bin": _from_binary, ".png": _from_png}.items():
-            if not any(name + suffix in files for name in train + test):
-                continue
-            splits = []
-            for names in (train, test):
-                parts = []
-                for name in names:
-                    if name + suffix not in files:
-                        raise UserError(f"{place} has no {name + suffix}: get the dataset again")
-                    images, labels = decode(files, name + suffix, f"{place}/{name + suffix}", n_classes)
-                    if not len(labels) or labels.max() >= n_classes or labels.min() < 0:
-                        raise UserError(
-                            f"{place}/{name + suffix} has labels outside 0 to {n_classes - 1}: get it again"
-                        )
-                    parts.append((images, labels))
-                splits += [from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
-            return Splits(*splits)
+        splits = []
+        for names in (train, test):
+            parts = [_decoded(files, name + suffix, place, decode, n_classes) for name in names]
+            splits += [from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
+        return Splits(*splits)
     return None
+
+
+def _decoded(files: Files, name: str, place: Path, decode: Callable[..., Records], n_classes: int) -> Records:
+    if name not in files:
+        raise UserError(f"{place} has no {name}: get the dataset again")
+    images, labels = decode(files, name, where := f"{place}/{name}", n_classes)
+    try:
+        labels = np.asarray(labels, dtype=np.int64)
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{where} has labels that are no whole numbers: get it again") from None
+    if labels.shape != (len(images),) or not len(labels):
+        raise UserError(f"{where} has {len(images)} images and labels of shape {labels.shape}: get it again")
+    if labels.max() >= n_classes or labels.min() < 0:
+        raise UserError(f"{where} has labels outside 0 to {n_classes - 1}: get it again")
+    return images, labels
 
 
 def _files(place: Path) -> Files:
@@ -94,17 +87,10 @@ def _from_pickle(files: Files, name: str, where: str, n_classes: int) -> Records
     batch = read_pickle(files[name](), where)
     if not isinstance(batch, dict):
         raise UserError(f"{where} holds no dict: it is no CIFAR batch")
-    batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
-    labels = batch.get("labels" if n_classes == 10 else "fine_labels")
-    data = batch.get("data")
-    if (
-        not isinstance(data, np.ndarray)
-        or labels is None
-        or data.dtype != np.uint8
-        or data.shape != (len(labels), 3072)
-    ):
-        raise UserError(f"{where} has no uint8 data of n x 3072 with n labels: it is no CIFAR batch, or a damaged one")
-    return data.reshape(-1, 3, 32, 32), np.array(labels, dtype=np.int64)
+    data, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", _LABELS[n_classes]))
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
+        raise UserError(f"{where} has no uint8 data of n x 3072: it is no CIFAR batch, or a damaged one")
+    return data.reshape(-1, 3, 32, 32), labels
 
 
 def _from_binary(files: Files, name: str, where: str, n_classes: int) -> Records:
@@ -127,4 +113,4 @@ def _from_png(files: Files, name: str, where: str, n_classes: int) -> Records:
     except (OSError, ValueError, SyntaxError, KeyError) as error:
         raise UserError(f"{where} cannot be read ({error}): get it again") from None
     start = 0 if name == "test_batch.png" else (int(name[-5]) - 1) * len(images)
-    return images, np.array(labels[start : start + len(images)], dtype=np.int64)
+    return images, labels[start : start + len(images)] if isinstance(labels, list) else labels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamclr.errors import UserError
-from streamclr.options import checked_seed
+from streamclr.options import checked_seed, checked_stc
 
 
 class Images(Protocol):
@@ -64,17 +64,16 @@ class DatasetSource:
         seed: int = 0,
         passes: int | None = None,
     ):
-        if stc is not None and stc < 1:
-            raise UserError(f"stc is {stc}: use 1 (iid) or more")
         if passes is not None and passes < 1:
             raise UserError(f"passes is {passes}: use at least 1, or leave it out for an endless stream")
         if stc is not None and stc > 1 and not streamed.classes:
             raise UserError(f"stc={stc} needs classes, and these images have none: leave it out, or use stc=1")
         self.streamed, self.train, self.test, self.classes = streamed, train, test, streamed.classes
-        self.stc, self.seed, self.epoch = stc, checked_seed(seed), len(streamed)
+        self.stc = None if stc is None else checked_stc(stc)
+        self.seed, self.epoch = checked_seed(seed), len(streamed)
         self.n_images = None if passes is None else passes * len(streamed)
         self._last_classes: list[int] = []  # of each pass so far: the next one starts with another
-        self._order = lru_cache(maxsize=4)(self._make_order)
+        self._order = lru_cache(maxsize=32)(self._make_order)
 
     def images(self, numbers: Tensor) -> Tensor:
         return self.streamed.images(self._indices(numbers))

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from streamclr.errors import UserError
+from streamclr.options import checked_size
 from streamclr.sources.dataset import DatasetSource
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
@@ -39,7 +40,10 @@ class FileImages:
 def read_image(path: Path, size: int) -> Tensor:
     """3 x size x size, uint8: the upright image in RGB, its shorter side scaled to `size`, the middle cut out."""
     with _opened(path) as image:
-        image = ImageOps.exif_transpose(image).convert("RGB")
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # Pillow would cut 16 bits at 255 instead of scaling them
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = image.convert("RGB")
         if image.size != (size, size):
             image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -60,9 +64,10 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 
 
 def natural_key(path: Path) -> list[tuple[int, int | str]]:
-    """frame2 before frame10."""
-    parts = re.split(r"(\d+)", path.name.lower())
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]
+    """frame2 before frame10; the plain name where that leaves a tie."""
+    parts = re.split("([0-9]+)", path.name.lower())
+    key: list[tuple[int, int | str]] = [(0, int(p)) if p[0] in "0123456789" else (1, p) for p in parts if p]
+    return [*key, (2, path.name)]
 
 
 def folder(
@@ -92,7 +97,7 @@ def folder(
 
 def imagenet(
     path: str,
-    classes: str = "100",
+    classes: int | str | Path = "100",
     stc: int | None = 100,
     seed: int = 0,
     size: int = 224,
@@ -108,18 +113,24 @@ def imagenet(
             raise UserError(
                 f"{root} has no folder {split}: ImageNet is expected as train/CLASS/*.JPEG and val/CLASS/*.JPEG"
             )
-    present = sorted(p.name for p in (root / "train").iterdir() if p.is_dir())
-    if classes.isdigit():
-        if not 1 <= int(classes) <= len(present):
-            raise UserError(f"classes={classes}, and {root / 'train'} has {len(present)}: use at most that")
-        names = present[: int(classes)]
+    present = sorted(p.name for p in (root / "train").iterdir() if p.is_dir() and not p.name.startswith("."))
+    wanted = str(classes)
+    if re.fullmatch("-?[0-9]+", wanted):
+        if not 1 <= int(wanted) <= len(present):
+            raise UserError(f"classes={classes}, and {root / 'train'} has {len(present)}: use 1 to {len(present)}")
+        names = present[: int(wanted)]
     else:
-        if not Path(classes).is_file():
+        if not Path(wanted).is_file():
             raise UserError(f"classes={classes} is neither a number nor a file that lists class folders")
-        names = [line.split()[0] for line in Path(classes).read_text().splitlines() if line.strip()]
-        for name in names:
+        lines = Path(wanted).read_text("utf-8", errors="replace").splitlines()
+        names = [line.split()[0] for line in lines if line.strip()]
+        for i, name in enumerate(names):
             if name not in present:
                 raise UserError(f"{classes} lists {name!r}, which is not in {root / 'train'}")
+            if name in names[:i]:
+                raise UserError(f"{classes} lists {name!r} twice: list each class once")
+        if not names:
+            raise UserError(f"{classes} lists no class: write one folder name per line")
     train, test = (_images(root / split, size, tuple(names)) for split in ("train", "val"))
     return DatasetSource(train, train, test, stc, seed, passes)
 
@@ -156,6 +167,4 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None
     if size is None:
         with _opened(paths[0]) as image:
             size = min(224, *image.size)
-    elif size < 8:
-        raise UserError(f"size is {size}: use at least 8 pixels")
-    return FileImages(paths, labels, classes, size)
+    return FileImages(paths, labels, classes, checked_size(size))

@@ -29,10 +29,10 @@ class _Array:
 def read_pickle(data: bytes, where: str) -> Any:
     """What the pickle holds; `where` names it in errors."""
     try:
-        return _finish(_run(data))
+        return _finish(_run(data), {})
     except UserError as error:
         raise UserError(f"{where} {error}") from None
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, MemoryError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, MemoryError, OverflowError, RecursionError) as error:
         raise UserError(f"{where} is not a whole pickle ({error}): get the file again") from None
 
 
@@ -129,16 +129,25 @@ def _call(function: Any, args: tuple[Any, ...]) -> Any:
     raise UserError(f"calls {function}, which is no plain data: it is refused")
 
 
-def _finish(value: Any) -> Any:
-    """Containers with their arrays made; only numbers are taken, never dtype object."""
+def _finish(value: Any, done: dict[int, Any]) -> Any:
+    """Containers with their arrays made, each once however often it is referred to."""
+    if not isinstance(value, dict | list | tuple | _Array | _Name):
+        return value
+    if id(value) not in done:
+        done[id(value)] = _MARK  # in the making
+        done[id(value)] = _finished(value, done)
+    if done[id(value)] is _MARK:
+        raise UserError("holds a list or dict that contains itself: it is refused")
+    return done[id(value)]
+
+
+def _finished(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, dict):
-        return {key: _finish(item) for key, item in value.items()}
+        return {key: _finish(item, done) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_finish(item) for item in value)
+        return type(value)(_finish(item, done) for item in value)
     if isinstance(value, _Name):
         return str(value)
-    if not isinstance(value, _Array):
-        return value
     if value.made_with:  # _frombuffer(buffer, dtype, shape, order)
         _, buffer, dtype, shape, order = value.made_with
         return np.frombuffer(buffer, _dtype(dtype)).reshape(shape, order=order)

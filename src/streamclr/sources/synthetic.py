@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamclr.errors import UserError
-from streamclr.options import checked_seed
+from streamclr.options import checked_seed, checked_size, checked_stc
 
 # Class: shape, texture.
 CLASSES = {
@@ -43,11 +43,7 @@ class Synthetic:
     def __init__(self, path: str = "", size: int = 32, seed: int = 0, stc: int = 100):
         if path:
             raise UserError(f"the source 'synthetic:' takes no path ({path!r}): give options, as in synthetic:?seed=1")
-        if size < 8:
-            raise UserError(f"size is {size}: use at least 8 pixels")
-        if stc < 1:
-            raise UserError(f"stc is {stc}: use 1 (a new object each frame) or more")
-        self.size, self.seed, self.stc = size, checked_seed(seed), stc
+        self.size, self.seed, self.stc = checked_size(size), checked_seed(seed), checked_stc(stc)
         self.train, self.test = SyntheticImages(self, 5000, split=0), SyntheticImages(self, 2000, split=1)
 
     def images(self, numbers: Tensor) -> Tensor:
