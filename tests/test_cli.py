@@ -19,12 +19,12 @@ def folder(tmp_path, monkeypatch):
 def test_run_eval_predict_report(folder, tmp_path, capsys):
     assert main(["run", "--source", folder, *FAST, "--fractions", "0.1,1", "--out", "r"]) == 0
     out = capsys.readouterr().out
-    assert "10 % of" in out
+    assert "10 % labels" in out
     assert "report: r/report.html" in out
     assert (tmp_path / "r" / "report.html").exists()
 
     assert main(["eval", "r", "--fractions", "0.25"]) == 0
-    assert "25 % of" in capsys.readouterr().out
+    assert "25 % labels" in capsys.readouterr().out
     results = json.loads((tmp_path / "r" / "results.json").read_text())
     assert results["labels"].keys() == {"0.25"}
     assert results["steps"] == 5  # what the run said is still there

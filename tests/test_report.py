@@ -36,7 +36,7 @@ def test_the_page_shows_curves_scores_pictures_and_classes(config, tmp_path):  #
         "Classes in the buffer",
     ):
         assert text in page
-    assert "10 % of the labels" in page
+    assert "10 % labels" in page
     assert not reader.outside
 
 

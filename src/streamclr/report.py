@@ -86,7 +86,7 @@ class Table:
 
 
 def labels_heading(fraction: str) -> str:
-    return f"{100 * float(fraction):g} % of the labels"
+    return f"{100 * float(fraction):g} % labels"
 
 
 def percent(value: float | None) -> str:
