@@ -46,7 +46,7 @@ def test_step_tells_what_happened():
     assert steps[-1].score == pytest.approx(float(learner.buffer.scores.mean()))
     assert 0 < steps[0].loss < 10
     assert str(Step(120, 30720, 4.8123, 225, 31, 0.017, 0.3, 0.1, 0.2)) == (
-        "step 120 | loss 4.812 | 31 of 256 replaced | 1.7% re-scored"
+        "step 120 | loss 4.812 | 31 of 256 replaced | 1.7 % re-scored"
     )
     with pytest.raises(AttributeError):
         steps[0].loss = 0

@@ -68,6 +68,7 @@ def compare(
         path, _ = run(
             dataclasses.replace(one, out=str(out / f"{name}-{one.seed}"), supervised=one.supervised and first)
         )
+        write_report([path], path / "report.html", title=f"{one.policy}, seed {one.seed}")
         directories[one.policy].append(RunDirectory(path))
 
     rows = _rows(directories, config) | (baselines or {})

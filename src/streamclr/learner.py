@@ -37,7 +37,7 @@ class Step:
     def __str__(self) -> str:
         return (
             f"step {self.number} | loss {self.loss:.3f} | {self.replaced} of {self.kept + self.replaced} replaced | "
-            f"{self.rescored:.1%} re-scored"
+            f"{100 * self.rescored:.1f} % re-scored"
         )
 
 

@@ -68,7 +68,7 @@ def parse_fractions(text: str) -> tuple[float, ...]:
 
 
 def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
-    """Learn, evaluate, report: the whole job of one run. Returns its directory and its results."""
+    """Learn and evaluate: the whole job of one run. Returns its directory and its results."""
     config, stream, learner = prepare(config)
     directory = RunDirectory.new(config)
     try:
