@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamclr import data, options
+from streamclr.allocator import keep_freed_memory
 from streamclr.compare import CompareConfig, compare, demo
 from streamclr.encoder import infer
 from streamclr.errors import UserError
@@ -30,6 +31,7 @@ from streamclr.stream import open_stream
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    keep_freed_memory()
     try:
         command, config = parse(sys.argv[1:] if argv is None else argv)
         command(config)
