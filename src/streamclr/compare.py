@@ -125,7 +125,7 @@ DEMO = CompareConfig(
     policies="contrast,fifo",
     seeds=1,
     size=24,
-    images=44_800,
+    images=38_400,
     buffer=256,
     batch=64,
     segment=64,
@@ -133,7 +133,7 @@ DEMO = CompareConfig(
     width=8,
     lr=1e-3,
     fractions="0.01",
-    probes=4,
+    probes=3,
     supervised=True,
 )
 
