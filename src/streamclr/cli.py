@@ -79,7 +79,7 @@ class ReportConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Learn from the built-in stream, train a classifier on 1 % of the labels, compare: about three minutes."""
+    """Learn from the built-in stream, train a classifier on 1 % of the labels, compare: three to four minutes."""
 
     out: str | None = option(None, "the directory, which must be new [runs/demo]")
 
