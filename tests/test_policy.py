@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -220,12 +219,10 @@ def test_bad_options(make):
         make()
 
 
-def test_policy_scores_are_unit_free_of_the_head(model):
-    """A score is the same for a model that scales its projections: they are normalised."""
+def test_scores_do_not_depend_on_the_length_of_the_projections(model):
     images = random_images(5)
     score = contrast_score(model, images)
     with torch.no_grad():
         model.head[2].weight.mul_(7)
         model.head[2].bias.mul_(7)
     assert torch.allclose(contrast_score(model, images), score, atol=1e-5)
-    assert F.normalize(torch.ones(1, 2)).norm() == pytest.approx(1)

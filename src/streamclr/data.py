@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -129,9 +130,9 @@ def get(name: str, source: Path | None = None) -> str:
     digest = _digest(splits)
     if cached.exists() and known.sha256 not in (None, digest):
         raise UserError(f"{source} is not the official {known.title}: to use it all the same, remove {cached} first")
-    cached.parent.mkdir(parents=True, exist_ok=True)
     part = cached.with_suffix(f".{os.getpid()}.part")
     try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
         save_file({k: v.contiguous() for k, v in splits._asdict().items()}, part, {"sha256": digest, "from": origin})
         part.chmod(0o644)
         part.replace(cached)
@@ -140,7 +141,8 @@ def get(name: str, source: Path | None = None) -> str:
             f"cannot write {cached} ({error}): make room, or set STREAMCLR_DATA to another directory"
         ) from None
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
     return f"{known.title} from {origin}: {_described(splits, known)}, in {cached}"
 
 
