@@ -67,7 +67,7 @@ class Learner:
         device: torch.device | str | None = None,
     ):
         self.device = find_device(device)
-        self.policy = policy or ContrastScoring()
+        self.policy = ContrastScoring() if policy is None else policy
         self.buffer = Buffer(buffer_size, self.device)
         self.batch_size = buffer_size if batch_size is None else batch_size
         for name, value, least in (("batch_size", self.batch_size, 2), ("updates_per_segment", updates_per_segment, 1)):
@@ -82,10 +82,10 @@ class Learner:
                 f"temperature ({temperature}) and lr ({lr}) must be above 0, weight_decay ({weight_decay}) not below"
             )
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
-        self.views = views or StrongViews()
+        self.views = StrongViews() if views is None else views
         with torch.random.fork_rng(devices=[]):  # initial weights by our seed, the global generator left alone
             torch.manual_seed(checked_seed(seed))
-            self.model = ContrastiveModel(encoder or resnet18()).to(self.device)
+            self.model = ContrastiveModel(resnet18() if encoder is None else encoder).to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, weight_decay=weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
