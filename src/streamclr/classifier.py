@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamclr.encoder import ContrastiveModel, infer
+from streamclr.encoder import ContrastiveModel, infer, seeded
 from streamclr.errors import UserError
 from streamclr.progress import Progress
 from streamclr.sources.dataset import Images
@@ -155,8 +155,7 @@ def train_supervised(
     The views are crops of at least half of the image and flips. The second reading, a head on an untrained frozen
     encoder, is `train_head` on the features of a new encoder.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = ContrastiveModel(encoder()).to(device)
     head = Classifier(model.n_features, len(images.classes)).to(device)
     optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=lr, weight_decay=1e-4)
@@ -219,8 +218,7 @@ def evaluate_supervised(
 ) -> dict[str, dict[str, float]]:
     """Both readings of the supervised baseline, on the same draws of labels."""
     n_classes = len(train.classes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         untrained = ContrastiveModel(encoder()).to(device)
     untrained_queries = extract(untrained, test)
     results = {}

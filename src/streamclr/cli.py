@@ -24,7 +24,6 @@ from streamclr.run import (
     evaluate_run,
     open_run_stream,
     option,
-    parse_fractions,
     run,
 )
 from streamclr.stream import open_stream
@@ -109,7 +108,6 @@ def eval_command(config: EvalConfig) -> None:
     directory = RunDirectory.existing(config.run)
     own = directory.config
     own = dataclasses.replace(own, fractions=config.fractions or own.fractions, supervised=config.supervised)
-    parse_fractions(own.fractions)
     before = {key: value for key, value in (directory.results or {}).items() if key != "supervised"}
     model = directory.load_model()
     results = evaluate_run(own, model, open_run_stream(own), directory)
@@ -154,13 +152,14 @@ def report_command(config: ReportConfig) -> None:
 
 
 def compare_command(config: CompareConfig) -> None:
-    out, table = compare(config)
-    table.print()
-    print(f"report: {out / 'report.html'}")
+    _show(*compare(config))
 
 
 def demo_command(config: DemoConfig) -> None:
-    out, table = demo(config.out)
+    _show(*demo(config.out))
+
+
+def _show(out: Path, table: Table) -> None:
     table.print()
     print(f"report: {out / 'report.html'}")
 

@@ -147,10 +147,9 @@ def get(name: str, source: Path | None = None) -> str:
 
 
 def _described(splits: Splits, known: Dataset) -> str:
-    verdict = (
-        "checksum right" if _digest(splits) == known.sha256 else f"not the official {known.title}: checksum differs"
-    )
-    verdict = verdict if known.sha256 else f"sha256 {_digest(splits)}"
+    digest = _digest(splits)
+    verdicts = {None: f"sha256 {digest}", digest: "checksum right"}
+    verdict = verdicts.get(known.sha256, f"not the official {known.title}: checksum differs")
     return f"{len(splits.train_images):,} training and {len(splits.test_images):,} test images, {verdict}"
 
 

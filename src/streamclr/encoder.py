@@ -1,8 +1,8 @@
 """The base encoder f, a ResNet, and the projection head g (Sec. II-A)."""
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.errors import UserError
+from streamclr.options import checked_seed
 from streamclr.views import as_float
 
 Norm = Literal["batch", "group"]
@@ -152,6 +153,14 @@ class ContrastiveModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return F.normalize(self.head(self.features(images)), dim=1)  # n x projection_size
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Initial weights by a seed of their own; the global generator is as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(checked_seed(seed))
+        yield
 
 
 def count_features(encoder: nn.Module) -> int:

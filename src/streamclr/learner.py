@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from streamclr.buffer import Buffer
 from streamclr.checkpoint import load_weights
-from streamclr.encoder import ContrastiveModel, resnet18
+from streamclr.encoder import ContrastiveModel, resnet18, seeded
 from streamclr.errors import UserError
 from streamclr.loss import nt_xent
-from streamclr.options import checked_seed
 from streamclr.policy import ContrastScoring, Policy
 from streamclr.views import StrongViews
 
@@ -83,8 +82,7 @@ class Learner:
             )
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
         self.views = StrongViews() if views is None else views
-        with torch.random.fork_rng(devices=[]):  # initial weights by our seed, the global generator left alone
-            torch.manual_seed(checked_seed(seed))
+        with seeded(seed):
             self.model = ContrastiveModel(resnet18() if encoder is None else encoder).to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, weight_decay=weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)

@@ -16,7 +16,7 @@ import torch
 from streamclr import options as opts
 from streamclr.checkpoint import json_line, load_encoder, load_tensors, load_weights, save_tensors, write_json
 from streamclr.classifier import Classifier, curve_point, draw_labelled, evaluate, evaluate_supervised
-from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet
+from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet, seeded
 from streamclr.errors import UserError
 from streamclr.learner import Learner, Step, find_device
 from streamclr.policy import POLICIES, Policy
@@ -60,11 +60,7 @@ class RunConfig:
 
     @property
     def label_fractions(self) -> tuple[float, ...]:
-        return parse_fractions(self.fractions)
-
-
-def parse_fractions(text: str) -> tuple[float, ...]:
-    return tuple(opts.convert(part.strip(), float, "a label fraction") for part in text.split(","))
+        return tuple(opts.convert(part.strip(), float, "a label fraction") for part in self.fractions.split(","))
 
 
 def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
@@ -92,8 +88,9 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Stream, Learner]:
     """All that a run needs, checked before anything is written: what is wrong is said now, not hours later."""
     stream = open_run_stream(config)
     config = resolved(config, stream)
-    if (labelled := stream.source.train) is not None:
-        for fraction in config.label_fractions:
+    labelled = stream.source.train
+    for fraction in config.label_fractions:
+        if labelled is not None:
             draw_labelled(labelled.labels, fraction, labelled.classes)
     return config, stream, make_learner(config)
 
@@ -155,7 +152,6 @@ def resolved(config: RunConfig, stream: Stream) -> RunConfig:
         raise UserError(f"segment is {segment}: use at least 1")
     size = stream.source.images(torch.tensor([0])).shape[-1]
     stem = ("small" if size < 64 else "imagenet") if config.stem is None else config.stem
-    parse_fractions(config.fractions)
     return dataclasses.replace(
         config,
         source=absolute_source(config.source),
@@ -195,8 +191,7 @@ def make_policy(config: RunConfig) -> Policy:
 
 
 def make_learner(config: RunConfig) -> Learner:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with seeded(config.seed):
         encoder = make_encoder(config)
     if config.init is not None:
         load_encoder(encoder, Path(config.init))
