@@ -56,7 +56,7 @@ def test_it_learns():
     """On a stream of eight images the loss falls far below that of guessing, log(2n - 1)."""
     learner = make(FIFOReplace(), lr=3e-3)
     images = open_stream("synthetic:?stc=1&size=16").read(8)
-    losses = [learner.learn_many(images).loss for _ in range(60)]
+    losses = [learner.learn_many(images).loss for _ in range(120)]
     assert sum(losses[-5:]) / 5 < math.log(15) - 0.4
 
 

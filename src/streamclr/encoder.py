@@ -23,7 +23,24 @@ def _norm(kind: Norm, channels: int) -> nn.Module:
     return nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)  # 16 channels a group, as Wu & He
 
 
-class BasicBlock(nn.Module):
+class Block(nn.Module):
+    """A residual block: relu(path(x) + downsample(x)), the path being convolutions with a norm each, relu between."""
+
+    expansion: int  # channels out of the block per channel in its middle
+    downsample: nn.Module
+
+    @property
+    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for i, (conv, norm) in enumerate(self.path):
+            y = norm(conv(F.relu_(y) if i else y))  # in place: no backward pass needs what stood there
+        return F.relu_(y.add_(self.downsample(x)))
+
+
+class BasicBlock(Block):
     expansion = 1
 
     def __init__(self, n_in: int, n_out: int, stride: int, norm: Norm):
@@ -34,12 +51,12 @@ class BasicBlock(nn.Module):
         self.bn2 = _norm(norm, n_out)
         self.downsample = _downsample(n_in, n_out, stride, norm)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.downsample(x))
+    @property
+    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(Block):
     expansion = 4
 
     def __init__(self, n_in: int, n_mid: int, stride: int, norm: Norm):
@@ -53,16 +70,26 @@ class Bottleneck(nn.Module):
         self.bn3 = _norm(norm, n_out)
         self.downsample = _downsample(n_in, n_out, stride, norm)
 
+    @property
+    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
+
+
+class PointwiseConv(nn.Conv2d):
+    """A 1x1 convolution that leaves pixels out first and is not strided itself.
+
+    oneDNN's strided one, channels last, writes past its workspace in the backward pass where the input has few
+    channels (uxlfoundation/oneDNN#6035): a crash, a hang or wrong gradients, by luck.
+    """
+
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+        return F.conv2d(x[..., :: self.stride[0], :: self.stride[1]], self.weight)
 
 
 def _downsample(n_in: int, n_out: int, stride: int, norm: Norm) -> nn.Module:
     if stride == 1 and n_in == n_out:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), _norm(norm, n_out))
+    return nn.Sequential(PointwiseConv(n_in, n_out, 1, stride, bias=False), _norm(norm, n_out))
 
 
 class ResNet(nn.Module):
@@ -108,8 +135,13 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for layer in (self.layer1, self.layer2, self.layer3, self.layer4) for block in layer]  # type: ignore[misc]
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        x = x.contiguous(memory_format=torch.channels_last)  # two thirds of the time in a narrow encoder
+        x = self.maxpool(F.relu_(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return x.mean((2, 3))  # n x n_features
 
