@@ -94,3 +94,11 @@ def test_ten_thousand_views_a_second():
         views(images, random)
         seconds.append(time.perf_counter() - started)
     assert 512 / min(seconds) > 10_000  # here on one thread
+
+
+@pytest.mark.parametrize("size", [16, 72])
+def test_views_made_some_at_a_time_are_the_same_views(size):
+    images, views = random_images(10, size=size), StrongViews()
+    draw = views.draw(images.shape, generator())
+    parts = [views.apply(images[rows], draw.rows(rows)) for rows in (slice(0, 3), slice(3, 4), slice(4, 10))]
+    assert torch.allclose(torch.cat(parts), views(images, generator()), atol=1e-6)

@@ -1,6 +1,8 @@
 """The strong random views that are trained on, and the deterministic flip that is scored, batched on tensors."""
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,18 +43,17 @@ class StrongViews:
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """One view of each stored uint8 image: n x 3 x H x W in [0, 1], on the images' device."""
-        large = min(images.shape[-2:]) >= 64
+        return self.apply(images, self.draw(images.shape, generator))
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> "Draw":
+        """All that is random about the views of images of this shape, so that they can be made some at a time."""
+        n, device = shape[0], generator.device
+        large = min(shape[-2:]) >= 64
         blur = self.blur if self.blur is not None else 0.5 * large
         strength = self.strength if self.strength is not None else (1.0 if large else 0.5)
-        views = self._crop_and_flip(as_float(images), generator)
-        views = self._recolour(views, strength, generator)
-        return _blur(views, blur, generator) if blur else views
-
-    def _crop_and_flip(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        n = len(images)
 
         def uniform(low: float, high: float, *shape: int) -> Tensor:
-            return torch.empty(n, *shape, device=images.device).uniform_(low, high, generator=generator)
+            return torch.empty(n, *shape, device=device).uniform_(low, high, generator=generator)
 
         # The first of ten tries that fits into the image, else the whole image, as torchvision does.
         area, ratio = uniform(*self.scale, 10), uniform(math.log(3 / 4), math.log(4 / 3), 10).exp()
@@ -62,51 +63,73 @@ class StrongViews:
         width, height = (torch.where(fits, side, 1.0).gather(1, first)[:, 0] for side in (width, height))
         left, top = (1 - width) * uniform(-1, 1), (1 - height) * uniform(-1, 1)  # centre, in [-1, 1]
         mirror = (uniform(0, 1) < 0.5).float() * 2 - 1
-        theta = torch.zeros(n, 2, 3, device=images.device)
-        theta[:, 0, 0], theta[:, 0, 2], theta[:, 1, 1], theta[:, 1, 2] = width * mirror, left, height, top
-        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
-        return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-
-    def _recolour(self, images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-        """Brightness, contrast, saturation and hue in random order, then grey, as one affine map of RGB per image.
-
-        Each of the five is affine in RGB (contrast needs the image's mean, which follows the map too), so they are
-        multiplied as 4 x 4 matrices and the pixels are touched once, clamped once at the end.
-        """
-        n, device = len(images), images.device
-
-        def uniform(low: float, high: float, *shape: int) -> Tensor:
-            return torch.empty(n, *shape, device=device).uniform_(low, high, generator=generator)
-
-        def affine(linear: Tensor) -> Tensor:  # n x 3 x 3 -> n x 4 x 4
-            map_ = torch.eye(4, device=device).repeat(n, 1, 1)
-            map_[:, :3, :3] = linear
-            return map_
-
-        eye, luma = torch.eye(3, device=device), torch.tensor(GREY, device=device).expand(3, 3)
+        crop = torch.zeros(n, 2, 3, device=device)
+        crop[:, 0, 0], crop[:, 0, 2], crop[:, 1, 1], crop[:, 1, 2] = width * mirror, left, height, top
         s = min(1.0, 0.8 * strength)
-        brightness, contrast, saturation = uniform(1 - s, 1 + s, 3, 1, 1).unbind(1)
-        ops = torch.stack(
-            [
-                affine(brightness * eye),
-                affine(contrast * eye),  # its offset follows below
-                affine(saturation * eye + (1 - saturation) * luma),
-                affine(_hue_rotation(uniform(-1, 1) * 2 * math.pi * min(0.5, 0.2 * strength))),
-            ],
-            dim=1,
-        )  # n x 4 x 4 x 4
-        colour = affine(eye)
-        mean = F.pad(images.mean((2, 3)), (0, 1), value=1.0)[:, :, None]  # n x 4 x 1
+        factors = uniform(1 - s, 1 + s, 3, 1, 1)
+        hue = uniform(-1, 1) * 2 * math.pi * min(0.5, 0.2 * strength)
         order = uniform(0, 1, 4).argsort(1)
-        for i in range(4):
-            grey_mean = luma[:1] @ (colour @ mean)[:, :3]  # n x 1 x 1
-            ops[:, 1, :3, 3:] = (1 - contrast) * grey_mean
-            colour = ops[torch.arange(n, device=device), order[:, i]] @ colour
-        jittered = uniform(0, 1, 1, 1) < self.jitter
-        colour = torch.where(jittered, colour, affine(eye))
-        colour = torch.where(uniform(0, 1, 1, 1) < self.grey, affine(luma) @ colour, colour)
-        pixels = torch.baddbmm(colour[:, :3, 3:], colour[:, :3, :3], images.flatten(2))
-        return pixels.clamp_(0, 1).view_as(images)
+        jittered, grey = (uniform(0, 1, 1, 1) < p for p in (self.jitter, self.grey))
+        blurred = uniform(0, 1) < blur if blur else torch.zeros(n, dtype=torch.bool, device=device)
+        sigma = uniform(0.1, 2.0) if blur else torch.zeros(n, device=device)
+        return Draw(crop, factors, hue, order, jittered, grey, torch.where(blurred, sigma, 0.0))
+
+    def apply(self, images: Tensor, draw: "Draw") -> Tensor:
+        grid = F.affine_grid(draw.crop, list(images.shape), align_corners=False)
+        views = F.grid_sample(as_float(images), grid, padding_mode="border", align_corners=False)
+        del grid
+        return _blur(_recolour(views, draw), draw.sigma)
+
+
+class Draw(NamedTuple):
+    """The random numbers behind n views; a slice of them makes a slice of the views."""
+
+    crop: Tensor  # n x 2 x 3, where to sample
+    factors: Tensor  # n x 3 x 1 x 1: brightness, contrast, saturation
+    hue: Tensor  # angle
+    order: Tensor  # n x 4, of brightness, contrast, saturation, hue
+    jittered: Tensor  # n x 1 x 1: whether those four are done
+    grey: Tensor  # n x 1 x 1
+    sigma: Tensor  # of the blur; 0 is none
+
+    def rows(self, rows: slice) -> "Draw":
+        return Draw(*(column[rows] for column in self))
+
+
+def _recolour(images: Tensor, draw: Draw) -> Tensor:
+    """Brightness, contrast, saturation and hue in random order, then grey, as one affine map of RGB per image.
+
+    Each of the five is affine in RGB (contrast needs the image's mean, which follows the map too), so they are
+    multiplied as 4 x 4 matrices and the pixels are touched once, clamped once at the end.
+    """
+    n, device = len(images), images.device
+
+    def affine(linear: Tensor) -> Tensor:  # n x 3 x 3 -> n x 4 x 4
+        map_ = torch.eye(4, device=device).repeat(n, 1, 1)
+        map_[:, :3, :3] = linear
+        return map_
+
+    eye, luma = torch.eye(3, device=device), torch.tensor(GREY, device=device).expand(3, 3)
+    brightness, contrast, saturation = draw.factors.unbind(1)
+    ops = torch.stack(
+        [
+            affine(brightness * eye),
+            affine(contrast * eye),  # its offset follows below
+            affine(saturation * eye + (1 - saturation) * luma),
+            affine(_hue_rotation(draw.hue)),
+        ],
+        dim=1,
+    )  # n x 4 x 4 x 4
+    colour = affine(eye)
+    mean = F.pad(images.mean((2, 3)), (0, 1), value=1.0)[:, :, None]  # n x 4 x 1
+    for i in range(4):
+        grey_mean = luma[:1] @ (colour @ mean)[:, :3]  # n x 1 x 1
+        ops[:, 1, :3, 3:] = (1 - contrast) * grey_mean
+        colour = ops[torch.arange(n, device=device), draw.order[:, i]] @ colour
+    colour = torch.where(draw.jittered, colour, affine(eye))
+    colour = torch.where(draw.grey, affine(luma) @ colour, colour)
+    pixels = torch.baddbmm(colour[:, :3, 3:], colour[:, :3, :3], images.flatten(2))
+    return pixels.clamp_(0, 1).view_as(images)
 
 
 def _hue_rotation(angle: Tensor) -> Tensor:
@@ -119,15 +142,13 @@ def _hue_rotation(angle: Tensor) -> Tensor:
     return torch.linalg.inv(yiq) @ turn @ yiq
 
 
-def _blur(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Gaussian blur, in place, of a random share of the images: sigma 0.1 to 2 px, the kernel a tenth of the side."""
-    device = images.device
-    chosen = torch.rand(len(images), generator=generator, device=device) < probability
-    sigma = torch.empty(len(images), 1, device=device).uniform_(0.1, 2.0, generator=generator)[chosen]
-    if not len(sigma):
+def _blur(images: Tensor, sigma: Tensor) -> Tensor:
+    """Gaussian blur, in place, of the images whose sigma (in pixels) is not 0; the kernel is a tenth of the side."""
+    chosen = sigma > 0
+    if not len(sigma := sigma[chosen, None]):
         return images
     radius = max(1, min(images.shape[-2:]) // 20)
-    x = torch.arange(-radius, radius + 1, device=device)
+    x = torch.arange(-radius, radius + 1, device=images.device)
     kernel = F.softmax(-(x**2) / (2 * sigma**2), dim=1).repeat_interleave(3, 0)  # 3m x k: one kernel per channel
     planes = F.pad(images[chosen].flatten(0, 1)[None], (radius,) * 4, mode="reflect")  # 1 x 3m x H x W
     planes = F.conv2d(planes, kernel[:, None, None, :], groups=len(kernel))
