@@ -10,6 +10,13 @@ def _one_thread():
     torch.set_num_threads(1)  # the tests run in two processes side by side
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def model():
     """A small model whose BatchNorm statistics are not the initial ones."""

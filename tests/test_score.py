@@ -1,11 +1,15 @@
+import math
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import spearmanr
 from torch import nn
 
 from conftest import random_images
 from streamclr import contrast_score
 from streamclr.encoder import infer
+from streamclr.score import rank_correlation, stand_ins
 from streamclr.views import flip
 
 
@@ -64,3 +68,32 @@ def test_changes_nothing(model):
     assert torch.equal(images, before)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frames_at_rest_share_a_score_and_a_slow_change_is_not_missed():
+    frame = random_images(1)[0].short().clamp(10, 200)
+    at_rest = torch.stack([frame + (i % 2 == 0) * (torch.rand(3, 16, 16) < 0.3) for i in range(5)])
+    drifting = torch.stack([frame + 30 + 0 * frame + i // 2 for i in range(8)])
+    images = torch.cat([at_rest, drifting]).to(torch.uint8)
+    assert stand_ins(images, 0.5).tolist() == [0, 0, 0, 0, 0, 5, 5, 7, 7, 9, 9, 11, 11]
+    assert stand_ins(images, -1).tolist() == list(range(13))
+    assert stand_ins(images, 1.0).tolist()[5:] == [5, 5, 5, 5, 9, 9, 9, 9]
+    assert stand_ins(images[:1], 0.5).tolist() == [0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(tolerance=st.floats(0, 40), seed=st.integers(0, 50))
+def test_a_stand_in_is_earlier_near_and_stands_for_itself(tolerance, seed):
+    steps = torch.randint(-3, 4, (20, 3, 4, 4), generator=torch.Generator().manual_seed(seed)).cumsum(0) + 100
+    images = steps.to(torch.uint8)
+    found = stand_ins(images, tolerance)
+    assert (found <= torch.arange(20)).all()
+    assert torch.equal(found[found], found)
+    assert ((images.float() - images[found].float()).abs().mean((1, 2, 3)) <= tolerance + 1e-4).all()
+
+
+def test_rank_correlation_is_scipys():
+    a, b = torch.rand(50), torch.rand(50)
+    assert abs(rank_correlation(a, b) - spearmanr(a, b).statistic) < 1e-9
+    assert rank_correlation(a, a.exp()) == 1
+    assert math.isnan(rank_correlation(a, torch.ones(50)))

@@ -33,6 +33,15 @@ class Block(nn.Module):
     def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
         raise NotImplementedError
 
+    @property
+    def shortcut(self) -> tuple[nn.Conv2d, nn.Module] | None:
+        """The convolution and norm in `downsample`; None where it is the identity."""
+        if not isinstance(self.downsample, nn.Sequential):
+            return None
+        conv, norm = self.downsample
+        assert isinstance(conv, nn.Conv2d)
+        return conv, norm
+
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for i, (conv, norm) in enumerate(self.path):
@@ -209,19 +218,27 @@ def count_features(encoder: nn.Module) -> int:
     return found.pop()
 
 
-def infer(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """`function` (the model itself unless told) of stored images, in eval mode, with no gradient, in chunks.
-
-    The mode of every module is as before afterwards, and no BatchNorm statistic moves.
-    """
-    function = function or model
-    device = next((p.device for p in model.parameters()), images.device)
-    chunk_size = max(1, 2**18 // (images.shape[-2] * images.shape[-1]))  # 256 images of 32 px
+@contextmanager
+def inference_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradient. The mode of every module is as before afterwards, and no BatchNorm statistic moves."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
-            return torch.cat([function(as_float(chunk.to(device))) for chunk in images.split(chunk_size)])
+            yield
     finally:
         for module in training:
             module.training = True
+
+
+def infer(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """`function` (the model itself unless told) of stored images, in eval mode, with no gradient, in chunks."""
+    with inference_mode(model):
+        return map_chunks(model, images, function or model)
+
+
+def map_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of stored images, on the model's device, a few at a time."""
+    device = next((p.device for p in model.parameters()), images.device)
+    chunk_size = max(1, 2**16 // (images.shape[-2] * images.shape[-1]))  # 64 images of 32 px: larger is no faster
+    return torch.cat([function(as_float(chunk.to(device))) for chunk in images.split(chunk_size)])

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from streamclr.buffer import Pool
-from streamclr.encoder import infer
+from streamclr.encoder import infer, inference_mode
 from streamclr.errors import UserError
+from streamclr.inference import PRECISIONS, fastest
 from streamclr.loss import nt_xent
-from streamclr.options import checked_seed
-from streamclr.score import contrast_score
+from streamclr.options import checked_seed, one_of
+from streamclr.score import contrast_score, rank_correlation, stand_ins
 from streamclr.views import StrongViews
 
 
@@ -23,18 +24,60 @@ class ContrastScoring:
     """Keep the images whose mirror image the encoder still tells apart (Sec. III-B; lazy scoring, Sec. III-D).
 
     rescore_every: T; an image in the buffer is scored again when its age is a multiple of it.
+    precision: `fp32` scores exactly, `int8`, `folded` or `half` fast; `auto` takes what is fastest on this machine, as
+        long as it ranks the images as the exact score does.
+    duplicate: a frame whose pixels differ from the frame scored before by no more than this (mean, of 255) is not
+        encoded but takes over its score; below 0 none does.
     """
 
-    def __init__(self, rescore_every: int = 1):
+    def __init__(self, rescore_every: int = 1, precision: str = "auto", duplicate: float = 0.5):
         if rescore_every < 1:
             raise UserError(f"rescore_every is {rescore_every}: use 1 (score everything each step) or more")
-        self.rescore_every = rescore_every
+        if precision not in ("auto", *PRECISIONS):
+            raise UserError(f"precision is {precision!r}: {one_of(precision, ('auto', *PRECISIONS))}")
+        self.rescore_every, self.precision, self.duplicate = rescore_every, precision, duplicate
+        self._fast = ""  # the fast precision, once it is known
+        self._trusted = True  # whether it ranked as the exact score at the last check
+        self._n_fast = 0  # how often it was due
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         due = pool.age % self.rescore_every == 0  # a new image has age 0
         due |= pool.score.isnan()  # kept by another policy until now
-        pool.rescore(due, contrast_score(model, pool.images[due]))
+        stand_in = stand_ins(pool.images[pool.n_buffer :], self.duplicate) + pool.n_buffer
+        new = torch.arange(pool.n_buffer, len(pool), device=stand_in.device)
+        due[new] = stand_in == new
+        pool.rescore(due, self._score(model, pool.images[due]))
+        pool.score[new] = pool.score[stand_in]
         return pool.score.topk(size).indices
+
+    def _score(self, model: nn.Module, images: Tensor) -> Tensor:
+        if self.precision != "auto":
+            return contrast_score(model, images, self.precision)
+        if len(images) < N_WORTH_IT:
+            return contrast_score(model, images)
+        if not self._fast:
+            with inference_mode(model):
+                self._fast = fastest(model, images)
+        if self._fast == "fp32":
+            return contrast_score(model, images)
+        check = self._n_fast % CHECK_EVERY == 0
+        self._n_fast += 1
+        if check:
+            few = images[:: -(-len(images) // 128)]
+            agreement = rank_correlation(contrast_score(model, few, self._fast), contrast_score(model, few))
+            self._trusted = agreement >= LEAST_AGREEMENT
+        return contrast_score(model, images, self._fast if self._trusted else "fp32")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self._fast, "trusted": self._trusted, "n_fast": self._n_fast}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._fast, self._trusted, self._n_fast = state["fast"], state["trusted"], state["n_fast"]
+
+
+N_WORTH_IT = 64  # images below which making the fast model costs more than it saves
+CHECK_EVERY = 100  # steps between two looks at whether the fast score still ranks as the exact one
+LEAST_AGREEMENT = 0.98  # Spearman's rank correlation
 
 
 class FIFOReplace:

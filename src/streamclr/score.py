@@ -4,18 +4,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamclr.encoder import infer
+from streamclr.encoder import inference_mode, map_chunks
+from streamclr.inference import projection
 from streamclr.views import flip
 
 
-def contrast_score(model: nn.Module, images: Tensor) -> Tensor:
+def contrast_score(model: nn.Module, images: Tensor, precision: str = "fp32") -> Tensor:
     """S(x) = 1 - z(x)·z(flip x) in [0, 2] for stored uint8 images (Eq. 2): high where the encoder has yet to learn.
 
-    Deterministic: it depends on the image and the model alone.
+    Deterministic: it depends on the image and the model alone; in int8 also, slightly, on the images beside it.
+
+    precision: `fp32` is exact; `folded`, `int8` and `half` are faster (see inference.py).
     """
+    with inference_mode(model):
+        project = projection(model, images, precision)
 
-    def score(x: Tensor) -> Tensor:
-        z0, z1 = F.normalize(model(torch.cat([x, flip(x)])), dim=1).chunk(2)
-        return (z0 - z1).square().sum(1) / 2  # = 1 - z0·z1 for unit vectors, without its cancellation near 0
+        def score(x: Tensor) -> Tensor:
+            z0, z1 = F.normalize(project(torch.cat([x, flip(x)])), dim=1).chunk(2)
+            return (z0 - z1).square().sum(1) / 2  # = 1 - z0·z1 for unit vectors, without its cancellation near 0
 
-    return infer(model, images, score).clamp_(max=2)
+        return map_chunks(model, images, score).clamp_(max=2)
+
+
+def stand_ins(images: Tensor, tolerance: float) -> Tensor:
+    """For each frame of a sequence the frame whose score it may take: itself, or an earlier one that looks the same.
+
+    Each is compared with the frame that stands in for the one before it, so that a slow change is not missed.
+
+    tolerance: mean difference of the pixels, of 255.
+    """
+    stand_in = torch.arange(len(images), device=images.device)
+    near = ((images[1:].short() - images[:-1].short()).abs().flatten(1).float().mean(1) <= tolerance).tolist()
+    for i in range(1, len(images)):
+        if near[i - 1]:  # nowhere in an ordinary dataset
+            first = int(stand_in[i - 1])
+            if float((images[i].short() - images[first].short()).abs().float().mean()) <= tolerance:
+                stand_in[i] = first
+    return stand_in
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's; NaN where one of them does not vary."""
+    ranks = [x.argsort().argsort().double() if x.std() > 0 else torch.zeros(len(x)).double() for x in (a, b)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])

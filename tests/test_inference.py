@@ -1,0 +1,206 @@
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from conftest import random_images
+from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
+from streamclr import inference as inference_module
+from streamclr.buffer import Buffer
+from streamclr.data import cache_dir
+from streamclr.encoder import ContrastiveModel
+from streamclr.inference import FoldedConv, Int8Conv, fastest
+from streamclr.score import rank_correlation
+from streamclr.views import flip
+
+
+def trained(encoder, size=32, steps=6):
+    """A model whose weights and statistics have moved, at a size that costs little."""
+    torch.manual_seed(0)
+    model = ContrastiveModel(encoder).train()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for images in open_stream(f"synthetic:?size={size}").segments(32, until=32 * steps):
+        loss = model(images / 255).square().sum(0).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@pytest.fixture(scope="module")
+def wide():
+    torch.set_num_threads(1)
+    return trained(resnet18(width=16))
+
+
+@pytest.fixture(scope="module")
+def images():
+    return open_stream("synthetic:?size=32&stc=1").read(256)
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet50])
+@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
+def test_folded_is_the_model(make, stem, size):
+    model = trained(make(width=8, stem=stem), size, steps=2)
+    images = random_images(20, size=size)
+    assert torch.allclose(contrast_score(model, images, "folded"), contrast_score(model, images), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet50])
+@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
+@pytest.mark.parametrize("precision", ["int8", "half"])
+def test_fast_ranks_like_exact_for_every_shape_of_encoder(make, stem, size, precision):
+    model = trained(make(width=8, stem=stem), size, steps=2)
+    images = open_stream(f"synthetic:?size={size}&stc=1").read(100)
+    assert rank_correlation(contrast_score(model, images, precision), contrast_score(model, images)) > 0.95
+
+
+def test_int8_chooses_what_the_exact_score_chooses(wide, images):
+    fast, exact = contrast_score(wide, images, "int8"), contrast_score(wide, images)
+    assert rank_correlation(fast, exact) > 0.98
+    chosen, due = (set(score.topk(128).indices.tolist()) for score in (fast, exact))
+    assert len(chosen & due) >= 0.95 * 128
+
+
+@pytest.mark.parametrize("precision", ["folded", "int8", "half"])
+def test_fast_changes_nothing_and_repeats(wide, images, precision):
+    modes = [module.training for module in wide.modules()]
+    state = {key: value.clone() for key, value in wide.state_dict().items()}
+    score = contrast_score(wide, images[:70], precision)
+    assert torch.equal(score, contrast_score(wide, images[:70], precision))
+    assert ((score >= 0) & (score <= 2)).all()
+    assert modes == [module.training for module in wide.modules()]
+    assert all(torch.equal(value, state[key]) for key, value in wide.state_dict().items())
+    assert not score.requires_grad
+
+
+def test_a_mirror_symmetric_image_scores_zero_in_int8(wide, images):
+    symmetric = torch.maximum(images[:6], flip(images[:6]))
+    assert (contrast_score(wide, symmetric, "int8") <= 1e-6).all()
+
+
+def test_fast_follows_the_weights(images):
+    """Nothing of the model before an update is used after it."""
+    model = trained(resnet18(width=8), steps=1)
+    before = contrast_score(model, images[:64], "int8")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    after = contrast_score(model, images[:64], "int8")
+    assert not torch.allclose(before, after)
+    assert rank_correlation(after, contrast_score(model, images[:64])) > 0.9
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 8), (16, 17), (48, 48)])
+def test_max_pool_is_the_stems(shape):
+    x = torch.randint(256, (2, 5, *shape), dtype=torch.uint8)
+    assert torch.equal(inference_module._max_pool(x).float(), F.max_pool2d(x.float(), 3, 2, 1))
+
+
+@pytest.mark.parametrize("channels", [3, 8, 64])
+def test_int8_does_not_overflow(channels):
+    """The largest weights of one sign on the largest activations: 16 bits are too few for two products of them."""
+    conv, norm = nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16, eps=0).eval()
+    for weight in (torch.ones_like(conv.weight), -torch.ones_like(conv.weight), torch.randn_like(conv.weight).sign()):
+        conv.weight.data = weight
+        x = torch.ones(2, channels, 8, 8)
+        with torch.no_grad():
+            folded = FoldedConv(conv, norm, torch.float32)
+            exact = folded(x)
+            fast = Int8Conv(folded, 1 / 255)
+            fast.set_range(exact)
+            quantised = torch.full(x.shape, 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+            out = (fast(quantised, relu=False).float() - fast.out_zero) * fast.out_scale
+        assert torch.allclose(out, exact, atol=1.5 * fast.out_scale + 0.02 * exact.abs().max())
+
+
+def test_a_constant_model_and_blank_images_survive():
+    model = ContrastiveModel(resnet18(width=8))
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.zero_()
+    score = contrast_score(model, torch.zeros(3, 3, 16, 16, dtype=torch.uint8), "int8")
+    assert torch.isfinite(score).all()
+
+
+def test_an_encoder_that_cannot_be_folded_is_scored_exactly(images):
+    for encoder in (resnet18(width=8, norm="group"), nn.Sequential(nn.Flatten(), nn.LazyLinear(8))):
+        encoder(images[:2] / 255)
+        encoder.n_features = 64 if hasattr(encoder, "layer1") else 8
+        model = ContrastiveModel(encoder)
+        assert fastest(model, images) == "fp32"
+        with pytest.raises(UserError, match="ResNet with BatchNorm"):
+            contrast_score(model, images, "int8")
+    with pytest.raises(UserError, match="precision is 'int4'"):
+        contrast_score(model, images, "int4")
+
+
+def test_the_fastest_is_measured_once_and_cached(wide, images, monkeypatch, tmp_path):
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "cache"))
+    first = fastest(wide, images)
+    assert list(json.loads((cache_dir() / "precision.json").read_text()).values()) == [first]
+    monkeypatch.setattr(inference_module, "_measured", lambda *args: pytest.fail("measured again"))
+    assert fastest(wide, images) == first
+
+
+def test_a_cache_that_cannot_be_read_or_written_is_no_error(wide, images, monkeypatch, tmp_path):
+    (tmp_path / "precision.json").write_text("{damaged")
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path))
+    assert fastest(wide, images) in inference_module.PRECISIONS
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "file" / "below"))
+    assert fastest(wide, images) in inference_module.PRECISIONS
+
+
+def test_without_int8_kernels_something_else_is_the_fastest(wide, images, monkeypatch):
+    class Missing:
+        def __init__(self, *args):
+            raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(inference_module, "Int8ResNet", Missing)
+    assert inference_module._measured(wide, images[:8]) in ("fp32", "folded")
+
+
+def keep(policy, model, images):
+    pool = Buffer(128).pool(images)
+    return policy.keep(pool, min(128, len(images)), model), pool
+
+
+def test_auto_returns_to_the_exact_score_when_the_fast_one_ranks_otherwise(wide, images, monkeypatch):
+    policy = ContrastScoring()
+    policy._fast = "int8"
+    keep(policy, wide, images)
+    assert policy._trusted
+    real = contrast_score
+
+    def unreliable(model, images, precision="fp32"):
+        return real(model, images, "fp32") if precision == "fp32" else torch.rand(len(images))
+
+    monkeypatch.setattr("streamclr.policy.contrast_score", unreliable)
+    monkeypatch.setattr("streamclr.policy.CHECK_EVERY", 2)
+    keep(policy, wide, images)  # not looked at this time
+    kept, pool = keep(policy, wide, images)
+    assert not policy._trusted
+    assert torch.equal(pool.score, real(wide, images))
+    other = ContrastScoring()
+    other.load_state_dict(policy.state_dict())
+    assert not other._trusted
+    assert torch.equal(keep(other, wide, images)[0], kept)
+
+
+def test_a_few_images_are_scored_exactly(wide, images, monkeypatch):
+    monkeypatch.setattr("streamclr.policy.fastest", lambda *args: pytest.fail("measured"))
+    _, pool = keep(ContrastScoring(), wide, images[:20])
+    assert torch.allclose(pool.score, contrast_score(wide, images[:20]))
+
+
+def test_half_keeps_features_in_float(wide, images):
+    project = inference_module.projection(wide.eval(), images, "half")
+    with torch.no_grad():
+        z = project(images[:4] / 255)
+    wide.train()
+    assert z.dtype == torch.float32
+    assert torch.allclose(z.norm(dim=1), torch.ones(4), atol=1e-5)
+    assert F.cosine_similarity(z, z).min() > 0.999
