@@ -121,7 +121,7 @@ def test_several_updates_a_segment():
     learner = make(RandomReplace(), updates_per_segment=3)
     learn(learner, 2)
     assert learner.n_steps == 2
-    assert next(iter(learner.optimizer.state.values()))["step"] == 6
+    assert learner.optimizer.n_steps[0] == 6
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -178,6 +178,7 @@ class ContrastiveModel(nn.Module):
 
     mean: Tensor
     std: Tensor
+    pixels_at_once = 2**16  # in one chunk of inference: 64 images of 32 px; more is no faster
 
     def __init__(self, encoder: nn.Module, projection_size: int = 128):
         super().__init__()
@@ -188,12 +189,19 @@ class ContrastiveModel(nn.Module):
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
 
+    def standardise(self, images: Tensor) -> Tensor:
+        return (images - self.mean).div_(self.std)
+
     def features(self, images: Tensor) -> Tensor:
         """h = f(x), n x d."""
-        return self.encoder((images - self.mean) / self.std).flatten(1)
+        return self.encoder(self.standardise(images)).flatten(1)
+
+    def project(self, features: Tensor) -> Tensor:
+        """z = g(h) / |g(h)|, n x projection_size."""
+        return F.normalize(self.head(features), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.normalize(self.head(self.features(images)), dim=1)  # n x projection_size
+        return self.project(self.features(images))
 
 
 @contextmanager
@@ -240,5 +248,6 @@ def infer(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor]
 def map_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """A function of stored images, on the model's device, a few at a time."""
     device = next((p.device for p in model.parameters()), images.device)
-    chunk_size = max(1, 2**16 // (images.shape[-2] * images.shape[-1]))  # 64 images of 32 px: larger is no faster
+    pixels_at_once = getattr(model, "pixels_at_once", ContrastiveModel.pixels_at_once)
+    chunk_size = max(1, pixels_at_once // (images.shape[-2] * images.shape[-1]))
     return torch.cat([function(as_float(chunk.to(device))) for chunk in images.split(chunk_size)])

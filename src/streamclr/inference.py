@@ -39,8 +39,8 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
     encode: Projection = folded
     if precision == "int8":
         few = images[:: max(1, len(images) // N_CALIBRATION)][:N_CALIBRATION].to(model.mean.device)
-        encode = Int8ResNet(folded, (few / 255 - model.mean) / model.std)
-    return lambda x: F.normalize(model.head(encode((x - model.mean) / model.std)), dim=1)
+        encode = Int8ResNet(folded, model.standardise(few / 255))
+    return lambda x: model.project(encode(model.standardise(x)))
 
 
 def can_fold(model: nn.Module) -> bool:

@@ -1,7 +1,9 @@
 """The method. Read `Learner.learn_many` first: everything else in this package is a noun that it calls."""
 
-import copy
 import math
+import os
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -10,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from streamclr.budget import Plan, make_plan, parse_size
 from streamclr.buffer import Buffer
 from streamclr.checkpoint import load_weights
+from streamclr.chunked import backward, check_can_chunk
 from streamclr.encoder import ContrastiveModel, resnet18, seeded
 from streamclr.errors import UserError
 from streamclr.loss import nt_xent
+from streamclr.optimizer import Adam
 from streamclr.policy import ContrastScoring, Policy
 from streamclr.views import StrongViews
 
@@ -47,6 +52,9 @@ class Learner:
     policy: which images stay in the buffer; contrast scoring unless given.
     buffer_size: N, images in the buffer.
     batch_size: images of one update, drawn uniformly from the buffer; the whole buffer unless given.
+    memory: what the whole process may take, as "600M" or "1.5G"; the views then go through the model in chunks, with
+        the same result. Predicted at the first segment, and refused there if it cannot be.
+    compile: let torch compile the model: narrow encoders gain a third, after a minute and with a C++ compiler.
     seed: of the initial weights, the views and the draws.
     device: where the model and the buffer live; a GPU if there is one.
     """
@@ -62,6 +70,8 @@ class Learner:
         lr: float = 1e-4,
         weight_decay: float = 1e-4,
         views: StrongViews | None = None,
+        memory: str | int | None = None,
+        compile: bool = False,
         seed: int = 0,
         device: torch.device | str | None = None,
     ):
@@ -84,9 +94,20 @@ class Learner:
         self.views = StrongViews() if views is None else views
         with seeded(seed):
             self.model = ContrastiveModel(resnet18() if encoder is None else encoder).to(self.device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, weight_decay=weight_decay)
+        self.optimizer = Adam(self.model.parameters(), lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
+        self.memory = None if memory is None else parse_size(memory)
+        self.plan: Plan | None = None  # how to keep within the memory, once the images' size is known
+        if self.memory is not None:
+            if compile:
+                raise UserError("both memory and compile are given: a compiled model takes the whole batch at once")
+            if self.device.type != "cpu":
+                raise UserError(f"memory is for the CPU, the device is {self.device}: use a smaller batch_size")
+            check_can_chunk(self.model)
+        if compile and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+            raise UserError("compile is given, and there is no C++ compiler: install g++, or leave compile out")
+        self._trained: nn.Module = torch.compile(self.model) if compile else self.model  # type: ignore[assignment]
 
     @property
     def encoder(self) -> nn.Module:
@@ -97,9 +118,12 @@ class Learner:
 
     def learn_many(self, images: Tensor | np.ndarray) -> Step:
         """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, n as you like."""
+        images = _checked(images)
+        if self.memory is not None:
+            self.fit(images.shape)
         started = perf_counter()
         n_before = len(self.buffer)
-        pool = self.buffer.pool(_checked(images))  # B ∪ I
+        pool = self.buffer.pool(images)  # B ∪ I
         keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
         n_kept = self.buffer.replace(pool, keep)  # the new B
         scored = perf_counter()
@@ -121,25 +145,44 @@ class Learner:
     def _update(self) -> float:
         """One SimCLR update on a batch; both views in one pass, so that BatchNorm cannot tell them apart."""
         batch = self.buffer.draw(self.batch_size, self.generator)
-        views = self.views(torch.cat([batch, batch]), self.generator)
+        n = 2 * len(batch)
+        draw = self.views.draw((n, *batch.shape[1:]), self.generator)
+        image = torch.arange(n, device=self.device) % len(batch)
+
+        def views(rows: slice) -> Tensor:
+            return self.views.apply(batch[image[rows]], draw.rows(rows))
+
+        def loss(z: Tensor) -> Tensor:
+            value = nt_xent(z[: n // 2], z[n // 2 :], self.temperature)
+            if not math.isfinite(value.item()):
+                raise UserError(f"the loss is {value.item()} at step {self.n_steps + 1}: lower lr or raise temperature")
+            return value
+
         self.model.train()
-        z0, z1 = self.model(views).chunk(2)
-        loss = nt_xent(z0, z1, self.temperature)
-        if not math.isfinite(value := loss.item()):
-            raise UserError(f"the loss is {value} at step {self.n_steps + 1}: lower lr or raise temperature")
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        self.optimizer.zero_grad()
+        value = backward(self._trained, views, n, loss, self.plan.chunk_size if self.plan else None)
         self.optimizer.step()
         return value
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def fit(self, shape: Sequence[int]) -> Plan:
+        """How a step on segments of this shape keeps within the memory; an error if it cannot."""
+        assert self.memory is not None
+        if self.plan is None:
+            self.optimizer.keep_gradients()
+            n_images = 2 * self.buffer.size + 3 * shape[0]  # buffer, segment twice, and what is scored
+            self.plan = make_plan(self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images)
+            if self.plan.chunk_size is not None:
+                self.model.pixels_at_once = max(1, self.plan.chunk_size // 2) * shape[-2] * shape[-1]
+        return self.plan
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         return {
             "n_steps": self.n_steps,
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
             "buffer": self.buffer.state_dict(),
             "policy": self.policy.state_dict() if hasattr(self.policy, "state_dict") else {},
             "generator": self.generator.get_state(),

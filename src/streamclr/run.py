@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import math
+import sys
 import typing
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -51,6 +52,10 @@ class RunConfig:
     lr: float = option(1e-4, "learning rate of Adam")
     weight_decay: float = option(1e-4, "weight decay of Adam")
     temperature: float = option(0.5, "of the contrastive loss")
+    memory: str | None = option(
+        None, "what the process may take while learning, as in 600M or 1.5G [as much as it takes]"
+    )
+    compile: bool = option(False, "compile the model: pays on long runs of narrow encoders, needs a C++ compiler")
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
@@ -92,7 +97,12 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Stream, Learner]:
     for fraction in config.label_fractions:
         if labelled is not None:
             draw_labelled(labelled.labels, fraction, labelled.classes)
-    return config, stream, make_learner(config)
+    learner = make_learner(config)
+    if config.memory is not None:
+        assert config.segment is not None
+        assert config.size is not None
+        print(f"memory: {learner.fit((config.segment, 3, config.size, config.size))}", file=sys.stderr)
+    return config, stream, learner
 
 
 def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDirectory") -> float:
@@ -204,6 +214,8 @@ def make_learner(config: RunConfig) -> Learner:
         temperature=config.temperature,
         lr=config.lr,
         weight_decay=config.weight_decay,
+        memory=config.memory,
+        compile=config.compile,
         seed=config.seed,
         device=config.device,
     )

@@ -34,13 +34,20 @@ def stand_ins(images: Tensor, tolerance: float) -> Tensor:
     tolerance: mean difference of the pixels, of 255.
     """
     stand_in = torch.arange(len(images), device=images.device)
-    near = ((images[1:].short() - images[:-1].short()).abs().flatten(1).float().mean(1) <= tolerance).tolist()
+    few = max(1, 2**20 // images[0].numel())  # at a time, for the sake of memory
+    pairs = zip(images[1:].split(few), images[:-1].split(few), strict=True)
+    near = [flag for new, before in pairs for flag in (_difference(new, before) <= tolerance).tolist()]
     for i in range(1, len(images)):
         if near[i - 1]:  # nowhere in an ordinary dataset
-            first = int(stand_in[i - 1])
-            if float((images[i].short() - images[first].short()).abs().float().mean()) <= tolerance:
+            first = stand_in[i - 1]
+            if _difference(images[i : i + 1], images[first][None]) <= tolerance:
                 stand_in[i] = first
     return stand_in
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """Mean absolute difference of the pixels of each image."""
+    return (a.short() - b.short()).abs().flatten(1).float().mean(1)
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:

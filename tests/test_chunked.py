@@ -1,0 +1,112 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import random_images
+from streamclr import Learner, UserError, resnet18, resnet34, resnet50
+from streamclr.chunked import backward
+from streamclr.encoder import ContrastiveModel
+from streamclr.loss import nt_xent
+
+
+def gradient(model):
+    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+
+
+def loss(z):
+    return nt_xent(*z.chunk(2))
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet34, resnet50])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize(("stem", "size"), [("small", 12), ("imagenet", 40)])
+@pytest.mark.parametrize("chunk_size", [1, 5, 23])
+def test_chunked_gradient_is_the_plain_one(make, norm, stem, size, chunk_size):
+    """In double precision, where what is left is not rounding: gradients, loss and running statistics."""
+    torch.manual_seed(0)
+    plain = ContrastiveModel(make(4, stem=stem, norm=norm)).double().train()
+    chunked = copy.deepcopy(plain)
+    views = torch.rand(24, 3, size, size).double()
+    values = [
+        backward(model, lambda rows: views[rows], 24, loss, size)
+        for model, size in ((plain, None), (chunked, chunk_size))
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+    assert torch.allclose(gradient(plain), gradient(chunked), rtol=1e-6, atol=1e-10)
+    for (name, a), (_, b) in zip(plain.named_buffers(), chunked.named_buffers(), strict=True):
+        assert torch.allclose(a, b), name
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_in_single_precision_only_rounding_differs(norm):
+    torch.manual_seed(0)
+    plain = ContrastiveModel(resnet18(8, norm=norm)).train()
+    chunked = copy.deepcopy(plain)
+    views = torch.rand(64, 3, 32, 32)
+    backward(plain, lambda rows: views[rows], 64, loss, None)
+    backward(chunked, lambda rows: views[rows], 64, loss, 16)
+    assert torch.cosine_similarity(gradient(plain), gradient(chunked), dim=0) > 0.99999
+
+
+def test_gradients_add_up_as_autograds_do():
+    torch.manual_seed(0)
+    model = ContrastiveModel(resnet18(4)).double().train()
+    views = torch.rand(8, 3, 12, 12).double()
+    backward(model, lambda rows: views[rows], 8, loss, 3)
+    once = gradient(model)
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.reset_running_stats()
+    backward(model, lambda rows: views[rows], 8, loss, 3)
+    assert torch.allclose(gradient(model), 2 * once, rtol=1e-6, atol=1e-12)
+
+
+def test_dropout_drops_the_same_in_both_passes():
+    class Encoder(nn.Module):
+        n_features = 6
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.masks = nn.Linear(48, 6), []
+
+        def forward(self, x):
+            y = nn.functional.dropout(self.layer(x.flatten(1)), 0.5, self.training)
+            self.masks.append(y.detach() == 0)
+            return y
+
+    model = ContrastiveModel(Encoder()).train()
+    views = torch.rand(8, 3, 4, 4)
+    before = torch.get_rng_state()
+    backward(model, lambda rows: views[rows], 8, loss, 4)
+    first, second = model.encoder.masks[:2], model.encoder.masks[2:]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(torch.get_rng_state(), before)  # the next step drops others
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_learner_in_chunks_learns_the_same(norm):
+    """Same views, same selection, same weights after several steps, up to rounding."""
+    learners = []
+    for chunk_size in (None, 5):
+        torch.manual_seed(0)
+        learner = Learner(resnet18(4, norm=norm), buffer_size=8, seed=1, device="cpu")
+        if chunk_size:
+            learner.memory = 2**40
+            learner.fit((8, 3, 16, 16))
+            learner.plan = type(learner.plan)(chunk_size, 0)
+        learners.append(learner)
+    for step in range(4):
+        plain, chunked = (learner.learn_many(random_images(8, seed=step)) for learner in learners)
+        assert plain.loss == pytest.approx(chunked.loss, rel=1e-3)
+        assert plain.replaced == chunked.replaced
+    assert torch.equal(learners[0].buffer.arrivals, learners[1].buffer.arrivals)
+    assert torch.equal(learners[0].generator.get_state(), learners[1].generator.get_state())
+
+
+def test_a_foreign_encoder_with_batch_norm_is_refused():
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(UserError, match="BatchNorm but is no streamclr ResNet"):
+        Learner(encoder, memory="1G", device="cpu")
