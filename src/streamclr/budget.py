@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from streamclr.allocator import release_freed_memory
 from streamclr.chunked import backward, check_can_chunk, couples_views
 from streamclr.encoder import Block, ContrastiveModel, ResNet, inference_mode
 from streamclr.errors import UserError
+from streamclr.inference import can_fold
 from streamclr.loss import nt_xent
+from streamclr.score import contrast_score
 
 MIB = 2**20
 
@@ -138,10 +141,12 @@ def _batch_norm_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[
 
 
 def _warm_up(model: ContrastiveModel, shape: tuple[int, ...]) -> None:
-    """One small step, undone: what the libraries load when they are first used is resident after it."""
+    """One small step, undone, and a score: what the libraries load when they are first used is resident after it."""
     views = _blank(model, 4, shape)
     with _unchanged(model):
         backward(model, lambda rows: views[rows], len(views), lambda z: nt_xent(z[:2], z[2:]), chunk_size=2)
+    with suppress(RuntimeError):  # no int8 kernels here
+        contrast_score(model, (255 * views).byte(), "int8" if can_fold(model) else "fp32")
 
 
 class _unchanged:
