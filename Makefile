@@ -15,8 +15,9 @@ test: .venv/.dev
 test-long: .venv/.dev
 	.venv/bin/pytest -m long
 
-bench: .venv/.core
-	.venv/bin/python benchmarks/overhead.py
+bench: .venv/.dev
+	.venv/bin/streamclr data get cifar10 || true
+	.venv/bin/python benchmarks/bench.py
 
 lint: .venv/.dev
 	.venv/bin/ruff check .

@@ -59,7 +59,7 @@ def make_plan(model: ContrastiveModel, budget: int, shape: tuple[int, ...], n_vi
 
     shape: of one image.
     n_views: of one update.
-    n_images: that are held beside it: buffer, segment, and a copy of those that are scored.
+    n_images: that are held beside it, in the buffer and the segment.
     """
     check_can_chunk(model)
     release_freed_memory()

@@ -60,7 +60,7 @@ class FoldedConv:
         assert norm.running_mean is not None
         assert norm.running_var is not None
         gain = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        self.weight = (conv.weight * gain.view(-1, 1, 1, 1)).to(dtype, memory_format=torch.channels_last)
+        self.weight = (conv.weight * gain.view(-1, 1, 1, 1)).to(dtype)
         self.bias = (norm.bias - norm.running_mean * gain).to(dtype)
         self.stride, self.padding = list(conv.stride), [int(p) for p in conv.padding]
 
@@ -98,7 +98,7 @@ class FoldedResNet:
 # int8: unsigned activations with one scale a tensor, signed weights with one scale a channel, oneDNN's kernels. They
 # work on plain uint8 and int8 tensors; torch's quantized tensors are on their way out (pytorch/pytorch#184982).
 
-N_CALIBRATION = 16  # images from which the ranges of the activations are taken
+N_CALIBRATION = 8  # images from which the ranges of the activations are taken
 
 
 class Int8Conv:
@@ -107,7 +107,7 @@ class Int8Conv:
     def __init__(self, conv: FoldedConv, scale: float, zero: int = 0):
         self.conv, self.scale, self.zero = conv, scale, zero
         self.weight_scale = _weight_scale(conv.weight)
-        weight = (conv.weight / self.weight_scale.view(-1, 1, 1, 1)).round().clamp(-127, 127).to(torch.int8)
+        weight = (conv.weight / self.weight_scale.view(-1, 1, 1, 1)).round_().to(torch.int8)
         self.weight_zero = torch.zeros(len(weight), dtype=torch.int32)
         self.packed = torch.ops.onednn.qconv_prepack(
             weight, self.weight_scale, scale, zero, conv.stride, conv.padding, [1, 1], 1, None
@@ -210,9 +210,13 @@ def _weight_scale(weight: Tensor) -> Tensor:
     above 128, overflow with large activations. Which two are neighbours is the kernel's choice among four.
     """
     n_out, n_in = weight.shape[:2]
-    four = F.pad(weight, (0, 0, 0, 0, 0, -n_in % 4)).reshape(n_out, -1, 4, *weight.shape[2:])
-    two = torch.maximum(*(side.clamp(min=0).topk(2, dim=2).values.sum(2) for side in (four, -four)))
-    return torch.maximum(weight.abs().amax((1, 2, 3)), two.amax((1, 2, 3))).clamp(min=1e-8) / 127
+    four = F.pad(weight, (0, 0, 0, 0, 0, -n_in % 4)).view(n_out, -1, 4, *weight.shape[2:]).unbind(2)
+    largest = torch.maximum(weight.amax((1, 2, 3)), -weight.amin((1, 2, 3)))
+    for a, b, c, d in (four, [-w for w in four]):
+        one, other = torch.maximum(a, b), torch.maximum(c, d)
+        two = torch.maximum(one + other, torch.maximum(a + b, c + d))  # the largest sum of two of the four
+        largest = torch.maximum(largest, two.amax((1, 2, 3)))
+    return largest.clamp_(min=1e-8).div_(127)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

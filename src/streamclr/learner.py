@@ -171,7 +171,7 @@ class Learner:
         assert self.memory is not None
         if self.plan is None:
             self.optimizer.keep_gradients()
-            n_images = 2 * self.buffer.size + 3 * shape[0]  # buffer, segment twice, and what is scored
+            n_images = self.buffer.size + 2 * shape[0]  # the segment before and after it is in the buffer
             self.plan = make_plan(self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images)
             if self.plan.chunk_size is not None:
                 self.model.pixels_at_once = max(1, self.plan.chunk_size // 2) * shape[-2] * shape[-1]

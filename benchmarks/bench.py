@@ -1,0 +1,438 @@
+"""Speed and memory, as ratios and sizes measured within this one run: prints a table, writes results/DATE.md.
+
+    .venv/bin/python benchmarks/bench.py [SECTION …]
+
+All sections (see SECTIONS) unless some are named. A row that has a target says whether it was met; what is measured is
+never adjusted to it. Beside other work the times are noise.
+"""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from streamclr import (
+    ContrastScoring,
+    FIFOReplace,
+    Learner,
+    UserError,
+    contrast_score,
+    open_stream,
+    resnet18,
+)
+from streamclr.allocator import keep_freed_memory
+from streamclr.buffer import Buffer
+from streamclr.checkpoint import json_line
+from streamclr.chunked import backward
+from streamclr.loss import nt_xent
+from streamclr.policy import POLICIES
+from streamclr.score import rank_correlation, stand_ins
+
+HERE = Path(__file__).parent
+ROWS: list[tuple[str, str, str]] = []  # figure, measured, target
+
+
+def row(figure: str, measured: str, target: str = "", met: bool | None = None) -> None:
+    verdict = "" if met is None else (" (met)" if met else " (not met)")
+    ROWS.append((figure, measured, target + verdict))
+    print(f"{figure:78} {measured:>24}   {target}{verdict}", flush=True)
+
+
+def seconds(function, repeat: int = 3) -> float:
+    """The median of some calls after one that warms up."""
+    function()
+    times = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def images(n: int, size: int = 32) -> torch.Tensor:
+    return open_stream(f"synthetic:?size={size}&stc=1").read(n)
+
+
+def child(code: str, threads: int = 2, **names: object) -> list:
+    """What a script prints as JSON, and the peak of its process in MiB."""
+    for name, value in names.items():
+        code = code.replace(f"${name}", repr(value))
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    out = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"a benchmark's process failed with status {status}")
+    return [*json.loads(out), usage.ru_maxrss / 1024]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def scoring() -> None:
+    """The paper's table of T: relative batch time and re-scored share; ResNet-18, width 64, N = 256."""
+    keep_freed_memory()
+    pool = images(512)
+    learner = Learner(resnet18(), FIFOReplace(), buffer_size=256, device="cpu")
+    learner.learn_many(pool[:256])
+    policy = ContrastScoring()
+    policy._score(learner.model, pool[:128])  # chooses the precision
+    shares = {every: rescored_share(every) for every in (1, 4, 20, 50, 100, 200)}
+    plain, spent = [], {every: [] for every in shares}
+    for turn in range(4):  # training and scoring in turns, so that a slow minute hits both
+        plain.append(learner.learn_many(pool[:256]).seconds_training)
+        for every, share in shares.items():
+            due = 256 + round(256 * share)
+            if turn:
+                started = time.perf_counter()
+                policy._score(learner.model, pool[:due])
+                spent[every].append(time.perf_counter() - started)
+    step = statistics.median(plain[1:])
+    started = time.perf_counter()
+    contrast_score(learner.model, pool[:256])
+    exact = (time.perf_counter() - started) / step
+    row("precision chosen by auto, width 64, 32 px", policy._fast)
+    for every, share in shares.items():
+        ratio = 1 + statistics.median(spent[every]) / step
+        name = "disabled" if every == 1 else every
+        target = {50: 1.10, 1: 1.20}.get(every)
+        row(
+            f"step with contrast scoring, T = {name}, of the same step without (width 64, N = 256)",
+            f"{ratio:.3f}, {100 * share:.1f} % re-scored",
+            f"at most {target:.2f}" if target else "",
+            ratio <= target if target else None,
+        )
+    row("the same in exact fp32, T large", f"{1 + exact:.3f}")
+    for width in (16, 8):
+        narrow_scoring(width, pool)
+
+
+def narrow_scoring(width: int, pool: torch.Tensor) -> None:
+    learner = Learner(resnet18(width), FIFOReplace(), buffer_size=256, device="cpu")
+    policy = ContrastScoring()
+    step = seconds(lambda: learner.learn_many(pool[:256]), 5)
+    fast = seconds(lambda: policy._score(learner.model, pool[:261]), 5)
+    exact = seconds(lambda: contrast_score(learner.model, pool[:261]), 3)
+    row(
+        f"the same, T = 50, width {width} ({policy._fast}; exact fp32)",
+        f"{1 + fast / step:.3f}; {1 + exact / step:.3f}",
+    )
+
+
+def rescored_share(every: int) -> float:
+    """In a run long enough for T, with an encoder small enough for the time."""
+    learner = Learner(resnet18(2), ContrastScoring(every), buffer_size=32, lr=1e-3, device="cpu")
+    stream = open_stream("synthetic:?size=8&stc=32")
+    shares = [learner.learn_many(stream.read(32)).rescored for _ in range(3 * max(every, 20))]
+    return sum(shares[1:]) / (len(shares) - 1)
+
+
+def agreement() -> None:
+    """Fast against exact score on encoders that have learned, on images that they have not seen."""
+    source = cifar()
+    stream = open_stream("cifar10", stc=500) if source else open_stream("synthetic:?size=32")
+    name = "CIFAR-10" if source else "synthetic"
+    learner = Learner(resnet18(16), buffer_size=256, lr=1e-3, device="cpu")
+    for segment in stream.segments(256, until=256 * 60):
+        learner.learn_many(segment)
+    unseen = source.images(torch.arange(2048)) if source else images(2048)
+    exact, fast = (contrast_score(learner.model, unseen, precision) for precision in ("fp32", "int8"))
+    overlaps = []
+    for e, f in zip(exact.split(512), fast.split(512), strict=True):
+        overlaps.append(len(set(e.topk(256).indices.tolist()) & set(f.topk(256).indices.tolist())) / 256)
+    spearman, overlap = rank_correlation(exact, fast), sum(overlaps) / len(overlaps)
+    row(
+        f"int8 against exact score, width 16 after 15,360 images of {name}: Spearman",
+        f"{spearman:.4f}",
+        "at least 0.98",
+        spearman >= 0.98,
+    )
+    row("the same: overlap of the chosen 256 of 512", f"{100 * overlap:.1f} %", "at least 95 %", overlap >= 0.95)
+
+
+def cifar():
+    """CIFAR-10's test images, or None where it is not in the cache."""
+    try:
+        return open_stream("cifar10").source.test
+    except UserError:
+        return None
+
+
+ACCURACY = """
+import json, torch
+from streamclr import ContrastScoring, Learner, open_stream, resnet18
+from streamclr.allocator import keep_freed_memory
+from streamclr.classifier import curve_point
+from streamclr.encoder import seeded
+keep_freed_memory()
+stream = open_stream("cifar10", stc=500, seed=$seed)
+with seeded($seed):
+    encoder = resnet18(8)
+policy = ContrastScoring(50, precision=$precision)
+learner = Learner(encoder, policy, buffer_size=256, lr=1e-3, seed=$seed, device="cpu")
+for images in stream.segments(256, until=$images):
+    learner.learn_many(images)
+train, test = stream.source.train, stream.source.test
+print(json.dumps([curve_point(learner.model, train, test)]))
+"""
+
+
+def accuracy(n_images: int = 25_600) -> None:
+    """CIFAR-10 with the fast score and with the exact one, three seeds, two runs side by side."""
+    if cifar() is None:
+        row("accuracy with the fast against the exact score", "skipped: no CIFAR-10", "streamclr data get cifar10")
+        return
+    jobs = [(precision, seed) for seed in range(3) for precision in ("fp32", "int8")]
+    with ThreadPoolExecutor(2) as two:
+        results = list(two.map(lambda job: child(ACCURACY, 1, precision=job[0], seed=job[1], images=n_images)[0], jobs))
+    by = {p: [100 * r for (q, _), r in zip(jobs, results, strict=True) if q == p] for p in ("fp32", "int8")}
+    for precision, name in (("fp32", "exact"), ("int8", "fast (int8)")):
+        values = by[precision]
+        row(
+            f"kNN accuracy on CIFAR-10, width 8, {n_images:,} images, T = 50, seeds 0, 1, 2: {name}",
+            f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f} % ({' '.join(f'{v:.1f}' for v in values)})",
+        )
+    difference = statistics.mean(by["int8"]) - statistics.mean(by["fp32"])
+    noise = max(statistics.stdev(by["fp32"]), statistics.stdev(by["int8"]))
+    row("fast less exact", f"{difference:+.2f} points", "within noise", abs(difference) <= noise)
+
+
+MEMORY = """
+import json, torch
+from streamclr import FIFOReplace, Learner, resnet18
+learner = Learner(resnet18($width, stem=$stem, norm=$norm), buffer_size=256, device="cpu", memory=$memory)
+images = torch.randint(256, (256, 3, $size, $size), dtype=torch.uint8)
+learner.learn_many(images)
+plan = learner.plan
+print(json.dumps([None, 0] if plan is None else [plan.chunk_size, plan.peak / 2**20]))
+"""
+
+
+def memory() -> None:
+    """Whole-process peaks of one step with contrast scoring, each in a process of its own."""
+    cases = [
+        ("GroupNorm, 32 px", "group", "small", 32, None, None),
+        ("GroupNorm, 32 px, --memory 600M", "group", "small", 32, "600M", 600),
+        ("BatchNorm, 32 px", "batch", "small", 32, None, None),
+        ("BatchNorm (exact), 32 px, --memory 1G", "batch", "small", 32, "1G", 1024),
+        ("GroupNorm, 224 px, imagenet stem, --memory 1.5G", "group", "imagenet", 224, "1.5G", 1536),
+    ]
+    for name, norm, stem, size, budget, limit in cases:
+        names = {"width": 64, "norm": norm, "stem": stem, "size": size, "memory": budget}
+        chunk_size, predicted, peak = child(MEMORY, **names)
+        how = f", {chunk_size} views at a time" if chunk_size else ""
+        row(
+            f"peak of one step, width 64, N = 256, {name}{how}",
+            f"{peak:.0f} MiB",
+            f"at most {limit} MiB" if limit else "",
+            peak <= limit if limit else None,
+        )
+        if limit:
+            off = predicted / peak - 1
+            row("    predicted before it", f"{predicted:.0f} MiB ({100 * off:+.1f} %)", "within 10 %", abs(off) <= 0.1)
+
+
+def chunks() -> None:
+    """The chunked step against the plain one, same allocator, in turns; and their gradients."""
+    keep_freed_memory()
+    for norm in ("group", "batch"):
+        learner = Learner(resnet18(norm=norm), buffer_size=256, device="cpu")
+        views = learner.views(images(256).repeat(2, 1, 1, 1), learner.generator)
+        model, times, gradients = learner.model.train(), {None: [], 64: [], 16: []}, {}
+        for turn in range(2):
+            for size in times:
+                learner.optimizer.zero_grad()
+                started = time.perf_counter()
+                backward(model, lambda rows: views[rows], 512, lambda z: nt_xent(z[:256], z[256:]), size)  # noqa: B023
+                if turn:
+                    times[size].append(time.perf_counter() - started)
+                gradients[size] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+        for size, limit in ((64, 1.35), (16, 1.6)):
+            ratio = times[size][0] / times[None][0]
+            row(
+                f"time of the gradient in chunks of {size}, of the plain one (width 64, 512 views, {norm} norm)",
+                f"{ratio:.2f}",
+                f"at most {limit}" if norm == "group" else "",
+                ratio <= limit if norm == "group" else None,
+            )
+            cosine = float(torch.cosine_similarity(gradients[None], gradients[size], dim=0))
+            row("    cosine with the plain gradient", f"{cosine:.8f}", "at least 0.99999", cosine >= 0.99999)
+
+
+def growth() -> None:
+    """Time per step against buffer size, image size and, per policy, pool size; width 8."""
+    keep_freed_memory()
+    base = None
+    for size in (32, 256, 1024, 4096):
+        batch = min(256, size)
+        learner = Learner(resnet18(8), ContrastScoring(50), buffer_size=size, batch_size=batch, device="cpu")
+        for segment in images(size).split(256):
+            learner.buffer.replace(pool := learner.buffer.pool(segment), torch.arange(len(pool)))
+        new = images(256)
+        spent = seconds(lambda: learner.learn_many(new), 3)  # noqa: B023
+        base = spent if size == 256 else base
+        ratio = f"{spent / base:.2f} of that at 256" if base else f"{spent:.2f} s"
+        row(f"step with a buffer of {size:,} (batch {batch}, segment 256, 32 px, width 8)", ratio)
+    base = None
+    for size in (32, 64, 128, 224):
+        learner = Learner(resnet18(8, stem="imagenet"), buffer_size=32, device="cpu")
+        new = images(32, size)
+        spent = seconds(lambda: learner.learn_many(new), 2)  # noqa: B023
+        base = base or spent
+        row(f"step with images of {size} px (buffer 32, imagenet stem), of that at 32 px", f"{spent / base:.1f}")
+    model, new = Learner(resnet18(8), device="cpu").model, images(4096, 16)
+    for name, policy in POLICIES.items():
+        spent = []
+        for size in (512, 4096):
+            chooser = policy()
+            spent.append(seconds(lambda: chooser.keep(Buffer(8).pool(new[:size]), size // 2, model), 1))  # noqa: B023
+        row(f"{name}: half of 4,096 chosen, of half of 512 (8 times the images)", f"{spent[1] / spent[0]:.1f}")
+
+
+STREAM = """
+import json, time, torch
+from streamclr import Learner, open_stream, resnet18
+from streamclr.allocator import keep_freed_memory
+from streamclr.budget import MIB, resident
+keep_freed_memory()
+stream = open_stream("synthetic:?size=16&stc=64")
+segments = [stream.read(256) for _ in range(20)]
+learner = Learner(resnet18(8), buffer_size=256, lr=1e-3, device="cpu")
+sizes, times = {}, {}
+for step in range($images // 256 + 1):
+    seen = learner.learn_many(segments[step % 20])
+    times.setdefault(step * 256 // ($images // 10), []).append(seen.seconds_scoring + seen.seconds_training)
+    for mark in (10_000, $images):
+        if seen.seen >= mark and mark not in sizes:
+            sizes[mark] = resident() / MIB
+medians = [sorted(t)[len(t) // 2] for t in times.values()]
+print(json.dumps([sizes[10_000], sizes[$images], medians[0], medians[9]]))
+"""
+
+
+def stream(n_images: int = 200_000) -> None:
+    before, after, first, last, _ = child(STREAM, images=n_images)
+    grown = after / before - 1
+    row(
+        f"resident memory after {n_images:,} images against after 10,000 (width 8, 16 px)",
+        f"{before:.1f} to {after:.1f} MiB ({100 * grown:+.2f} %)",
+        "at most +1 %",
+        grown <= 0.01,
+    )
+    row("time per step in the last tenth of them, of that in the first", f"{last / first:.2f}")
+
+
+def duplicates() -> None:
+    """Frames that take over a score, on two clips, and whether the ranking minds."""
+    clips = [Path(p) for p in os.environ.get("CLIPS", "").split(":") if p]
+    clips = clips or [HERE.parents[1] / "shared" / "data" / name for name in ("dog.mp4", "coffee.mp4")]
+    learner = Learner(resnet18(16), buffer_size=64, lr=1e-3, device="cpu")
+    for segment in open_stream("synthetic:?size=32").segments(64, until=64 * 40):
+        learner.learn_many(segment)
+    for clip in clips:
+        if not clip.exists():
+            row(f"frames at rest in {clip.name}", "skipped: no such clip", "CLIPS=a.mp4:b.mp4 make bench")
+            continue
+        frames = decode(clip)
+        still = torch.cat([frames[:100], frames[99:100].expand(100, -1, -1, -1), frames[100:]])
+        for name, sequence in ((clip.name, frames), (f"{clip.name} with 100 frames at rest", still)):
+            stand_in = stand_ins(sequence, ContrastScoring().duplicate)
+            exact = contrast_score(learner.model, sequence)
+            saved = float((stand_in != torch.arange(len(sequence))).float().mean())
+            ranks = rank_correlation(exact, exact[stand_in])
+            row(f"{name}, 32 px: frames that take over a score", f"{100 * saved:.1f} %, Spearman {ranks:.4f}")
+
+
+def decode(clip: Path) -> torch.Tensor:
+    import av
+    import numpy as np
+
+    frames = []
+    with av.open(str(clip)) as file:
+        for frame in file.decode(video=0):
+            picture = frame.to_image()
+            side = min(picture.size)
+            left, top = (picture.width - side) // 2, (picture.height - side) // 2
+            picture = picture.crop((left, top, left + side, top + side)).resize((32, 32))
+            frames.append(torch.from_numpy(np.array(picture)).permute(2, 0, 1))
+    return torch.stack(frames)
+
+
+def overhead() -> None:
+    """What a step costs beyond the encoder."""
+    keep_freed_memory()
+    for width in (16, 64):
+        learner = Learner(resnet18(width), FIFOReplace(), buffer_size=256, device="cpu")
+        new = images(256)
+        step = seconds(lambda: learner.learn_many(new), 1)  # noqa: B023
+        done = learner.learn_many(new)
+        buffer, keep = learner.buffer, torch.arange(256) * 2
+        parts = [
+            seconds(lambda: learner.views(new.repeat(2, 1, 1, 1), learner.generator), 5),  # noqa: B023
+            seconds(lambda: buffer.replace(buffer.pool(new), keep), 5),  # noqa: B023
+            seconds(lambda: json_line(vars(done)), 5),  # noqa: B023
+        ]
+        share = sum(parts) / step
+        row(
+            f"views, buffer and journal, of a step of width {width}",
+            f"{100 * share:.2f} %",
+            "at most 5 %",
+            share <= 0.05,
+        )
+
+
+def start() -> None:
+    times = {"torch": [], "torch, streamclr": []}
+    for _ in range(4):
+        for modules, spent in times.items():
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", f"import {modules}"], check=True)
+            spent.append(time.perf_counter() - started)
+    extra = min(times["torch, streamclr"]) - min(times["torch"])
+    row("import of streamclr beyond torch's own", f"{extra:.2f} s", "at most 1 s", extra <= 1)
+
+
+SECTIONS = [start, scoring, chunks, memory, agreement, duplicates, growth, overhead, accuracy, stream]
+
+
+def main() -> None:
+    names = {section.__name__: section for section in SECTIONS}
+    if unknown := [name for name in sys.argv[1:] if name not in names]:
+        raise SystemExit(f"no section {unknown[0]!r}: {', '.join(names)}")
+    started = time.perf_counter()
+    for name in sys.argv[1:] or names:
+        names[name]()
+    minutes = (time.perf_counter() - started) / 60
+    cpu = next(
+        (x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), platform.processor()
+    )
+    today = datetime.date.today().isoformat()
+    lines = [
+        f"# Benchmark of {today}",
+        "",
+        f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; Python "
+        f"{platform.python_version()}, torch {torch.__version__}; {minutes:.1f} minutes. Made by `make bench`.",
+        "",
+        "| figure | measured | target |",
+        "|---|---|---|",
+        *(f"| {' | '.join(cell.strip() for cell in cells)} |" for cells in ROWS),
+    ]
+    if not sys.argv[1:]:
+        file = HERE / "results" / f"{today}.md"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(lines) + "\n")
+        print(
+            f"\n{minutes:.1f} minutes; written to {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}"
+        )
+
+
+if __name__ == "__main__":
+    main()
