@@ -54,6 +54,12 @@ def resident() -> int:
     return pages * 4096
 
 
+def peak() -> int:
+    """The most bytes of memory that this process ever had. (`ru_maxrss` would count what its parent had, too.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
 def make_plan(model: ContrastiveModel, budget: int, shape: tuple[int, ...], n_views: int, n_images: int) -> Plan:
     """The largest chunk with which a step fits into the budget; what cannot fit is refused with the least that does.
 
