@@ -101,6 +101,9 @@ def test_compare(folder, tmp_path, capsys):
         (["data", "get", "cifar10", "--from", "nowhere"], "no files of CIFAR-10 at nowhere"),
         (["data", "get", "cifar10", "--from", ""], "no files of CIFAR-10 at ."),
         (["run", "--source", f"cifar10:{__file__}"], "is not a whole archive"),
+        (["run", "--memory", "lots"], "memory is 'lots': write a size as 600M or 1.5G"),
+        (["run", "--memory", "5M", "--width", "4"], "MiB are taken already: use"),
+        (["run", "--policy", "contrast?precision=int4"], "precision is 'int4'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, told, capsys, tmp_path, monkeypatch):

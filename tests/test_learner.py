@@ -231,3 +231,17 @@ def test_a_loss_that_is_not_finite_stops_before_it_touches_the_weights():
     with pytest.raises(UserError, match="the loss is nan at step 2"):
         learn(learner, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.encoder.parameters(), strict=True))
+
+
+def test_compile_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match="no C\\+\\+ compiler"):
+        make(compile=True)
+
+
+@pytest.mark.long
+def test_a_compiled_model_learns_the_same():
+    plain, compiled = make(), make(compile=True)
+    for step in range(3):
+        images = random_images(8, seed=step)
+        assert plain.learn_many(images).loss == pytest.approx(compiled.learn_many(images).loss, rel=1e-3)
