@@ -8,7 +8,7 @@ from torch import nn
 from conftest import random_images
 from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
 from streamclr import inference as inference_module
-from streamclr.buffer import Buffer
+from streamclr.buffer import Buffer, Pool
 from streamclr.data import cache_dir
 from streamclr.encoder import ContrastiveModel
 from streamclr.inference import FoldedConv, Int8Conv, fastest
@@ -204,3 +204,26 @@ def test_half_keeps_features_in_float(wide, images):
     assert z.dtype == torch.float32
     assert torch.allclose(z.norm(dim=1), torch.ones(4), atol=1e-5)
     assert F.cosine_similarity(z, z).min() > 0.999
+
+
+def test_only_what_is_due_is_scored_in_a_pool_made_by_hand(wide, images):
+    age = torch.tensor([1, 2, 3, 4, 0, 0])
+    pool = Pool(images[:6], torch.full((6,), 0.5), age, torch.arange(6))
+    ContrastScoring(rescore_every=2).keep(pool, 3, wide)
+    assert (pool.score == 0.5).tolist() == [True, False, True, False, False, False]
+    pool = Pool(images[:3], torch.full((3,), 0.5), age[:3], torch.arange(3))  # no new image
+    ContrastScoring(rescore_every=2).keep(pool, 2, wide)
+    assert (pool.score == 0.5).tolist() == [True, False, True]
+
+
+def test_frames_at_rest_are_encoded_once(wide, images, monkeypatch):
+    scored = []
+    real = contrast_score
+    monkeypatch.setattr(
+        "streamclr.policy.contrast_score",
+        lambda model, images, *p: scored.append(len(images)) or real(model, images, *p),
+    )
+    segment = torch.cat([images[:3], images[2:3], images[2:3]])
+    _, pool = keep(ContrastScoring(), wide, segment)
+    assert scored == [3]
+    assert pool.score[2] == pool.score[3] == pool.score[4]

@@ -79,6 +79,7 @@ def test_frames_at_rest_share_a_score_and_a_slow_change_is_not_missed():
     assert stand_ins(images, -1).tolist() == list(range(13))
     assert stand_ins(images, 1.0).tolist()[5:] == [5, 5, 5, 5, 9, 9, 9, 9]
     assert stand_ins(images[:1], 0.5).tolist() == [0]
+    assert stand_ins(images[:0], 0.5).tolist() == []
 
 
 @settings(deadline=None, max_examples=30)

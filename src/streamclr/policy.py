@@ -43,8 +43,8 @@ class ContrastScoring:
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         due = pool.age % self.rescore_every == 0  # a new image has age 0
         due |= pool.score.isnan()  # kept by another policy until now
-        stand_in = stand_ins(pool.images[pool.n_buffer :], self.duplicate) + pool.n_buffer
-        new = torch.arange(pool.n_buffer, len(pool), device=stand_in.device)
+        new = (pool.age == 0).nonzero()[:, 0]
+        stand_in = new[stand_ins(pool.images[new], self.duplicate)]
         due[new] = stand_in == new
         pool.rescore(due, self._score(model, pool.images[due]))
         pool.score[new] = pool.score[stand_in]

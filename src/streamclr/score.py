@@ -34,7 +34,7 @@ def stand_ins(images: Tensor, tolerance: float) -> Tensor:
     tolerance: mean difference of the pixels, of 255.
     """
     stand_in = torch.arange(len(images), device=images.device)
-    few = max(1, 2**20 // images[0].numel())  # at a time, for the sake of memory
+    few = max(1, 2**20 // images.shape[1:].numel())  # at a time, for the sake of memory
     pairs = zip(images[1:].split(few), images[:-1].split(few), strict=True)
     near = [flag for new, before in pairs for flag in (_difference(new, before) <= tolerance).tolist()]
     for i in range(1, len(images)):
