@@ -5,6 +5,7 @@ saves: nothing is ever stale, and nothing has to be saved.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -197,9 +198,12 @@ def _max_pool(x: Tensor) -> Tensor:
 
 
 def _scale_and_zero(x: Tensor) -> tuple[float, int]:
-    """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact."""
+    """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact.
+
+    Scales are on a grid: oneDNN compiles and keeps a kernel for each scale of a sum that it meets.
+    """
     low, high = min(0.0, x.min().item()), max(0.0, x.max().item())
-    scale = max((high - low) / 255, 1e-8)
+    scale = 2 ** (math.ceil(4 * math.log2(max((high - low) / 255, 1e-8))) / 4)
     return scale, round(-low / scale)
 
 
