@@ -200,11 +200,12 @@ def _max_pool(x: Tensor) -> Tensor:
 def _scale_and_zero(x: Tensor) -> tuple[float, int]:
     """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact.
 
-    Scales are on a grid: oneDNN compiles and keeps a kernel for each scale of a sum that it meets.
+    Scale and zero point are on a grid: oneDNN compiles and keeps a kernel for each pair in a sum that it meets.
     """
-    low, high = min(0.0, x.min().item()), max(0.0, x.max().item())
-    scale = 2 ** (math.ceil(4 * math.log2(max((high - low) / 255, 1e-8))) / 4)
-    return scale, round(-low / scale)
+    low, high = x.min().item(), x.max().item()
+    zero = 128 if low < 0 else 0
+    scale = max(high, -low, 1e-6) / (127 if zero else 255)
+    return 2 ** (math.ceil(4 * math.log2(scale)) / 4), zero
 
 
 def _weight_scale(weight: Tensor) -> Tensor:
