@@ -8,6 +8,7 @@ from torch import nn
 from conftest import random_images
 from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
 from streamclr import inference as inference_module
+from streamclr.budget import MIB, resident
 from streamclr.buffer import Buffer, Pool
 from streamclr.data import cache_dir
 from streamclr.encoder import ContrastiveModel
@@ -16,10 +17,10 @@ from streamclr.score import rank_correlation
 from streamclr.views import flip
 
 
-def trained(encoder, size=32, steps=6):
+def trained(make, size=32, steps=6, **options):
     """A model whose weights and statistics have moved, at a size that costs little."""
     torch.manual_seed(0)
-    model = ContrastiveModel(encoder).train()
+    model = ContrastiveModel(make(**options)).train()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for images in open_stream(f"synthetic:?size={size}").segments(32, until=32 * steps):
         loss = model(images / 255).square().sum(0).square().sum()
@@ -32,7 +33,7 @@ def trained(encoder, size=32, steps=6):
 @pytest.fixture(scope="module")
 def wide():
     torch.set_num_threads(1)
-    return trained(resnet18(width=16))
+    return trained(resnet18, width=16)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def images():
 @pytest.mark.parametrize("make", [resnet18, resnet50])
 @pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
 def test_folded_is_the_model(make, stem, size):
-    model = trained(make(width=8, stem=stem), size, steps=2)
+    model = trained(make, size, steps=2, width=8, stem=stem)
     images = random_images(20, size=size)
     assert torch.allclose(contrast_score(model, images, "folded"), contrast_score(model, images), atol=1e-5)
 
@@ -52,10 +53,9 @@ def test_folded_is_the_model(make, stem, size):
 @pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
 @pytest.mark.parametrize("precision", ["int8", "half"])
 def test_fast_ranks_like_exact_for_every_shape_of_encoder(make, stem, size, precision):
-    model = trained(make(width=8, stem=stem), size, steps=2)
+    model = trained(make, size, steps=2, width=8, stem=stem)
     images = open_stream(f"synthetic:?size={size}&stc=1").read(100)
-    # Structure, not quality: fifty layers of width 8 are more than int8 carries at 0.98, and `auto` would refuse them.
-    assert rank_correlation(contrast_score(model, images, precision), contrast_score(model, images)) > 0.9
+    assert rank_correlation(contrast_score(model, images, precision), contrast_score(model, images)) > 0.95
 
 
 def test_int8_chooses_what_the_exact_score_chooses(wide, images):
@@ -84,7 +84,7 @@ def test_a_mirror_symmetric_image_scores_zero_in_int8(wide, images):
 
 def test_fast_follows_the_weights(images):
     """Nothing of the model before an update is used after it."""
-    model = trained(resnet18(width=8), steps=1)
+    model = trained(resnet18, steps=1, width=8)
     before = contrast_score(model, images[:64], "int8")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -115,6 +115,20 @@ def test_int8_does_not_overflow(channels):
             quantised = torch.full(x.shape, 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
             out = (fast(quantised, relu=False).float() - fast.out_zero) * fast.out_scale
         assert torch.allclose(out, exact, atol=1.5 * fast.out_scale + 0.02 * exact.abs().max())
+
+
+def test_memory_stays_flat_as_the_encoder_changes():
+    """oneDNN keeps a kernel for every scale of a sum that it meets: 15 MiB here were these not on a grid."""
+    model, images = trained(resnet18, size=16, steps=1, width=8), random_images(64, size=16)
+    generator = torch.Generator().manual_seed(0)
+    sizes = []
+    for _ in range(60):
+        with torch.no_grad():
+            for parameter in model.encoder.parameters():
+                parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=generator))
+        contrast_score(model, images, "int8")
+        sizes.append(resident() / MIB)
+    assert sizes[-1] - sizes[29] < 4
 
 
 def test_a_constant_model_and_blank_images_survive():

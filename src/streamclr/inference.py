@@ -99,6 +99,7 @@ class FoldedResNet:
 # int8: unsigned activations with one scale a tensor, signed weights with one scale a channel, oneDNN's kernels. They
 # work on plain uint8 and int8 tensors; torch's quantized tensors are on their way out (pytorch/pytorch#184982).
 
+GRID = 4  # scales to an octave
 N_CALIBRATION = 8  # images from which the ranges of the activations are taken
 
 
@@ -115,9 +116,19 @@ class Int8Conv:
         )
         self.out_scale, self.out_zero = 1.0, 0  # of what it gives, once its range is known
 
-    def set_range(self, out: Tensor) -> None:
-        """From what the float convolution, with all that is fused to it, gives."""
-        self.out_scale, self.out_zero = _scale_and_zero(out)
+    def set_range(self, out: Tensor, summed: bool = False) -> None:
+        """From what the float convolution, with all that is fused to it, gives.
+
+        summed: whether it will be an operand of a sum. oneDNN compiles and keeps a kernel for every scale and zero point
+        of such an operand that it meets, so these are on a grid.
+        """
+        if summed:
+            low, high = out.min().item(), out.max().item()
+            self.out_zero = 128 if low < 0 else 0
+            scale = max(high, -low, 1e-6) / (127 if self.out_zero else 255)
+            self.out_scale = 2 ** (math.ceil(GRID * math.log2(scale)) / GRID)
+        else:
+            self.out_scale, self.out_zero = _scale_and_zero(out)
 
     def __call__(self, x: Tensor, relu: bool = True) -> Tensor:
         return torch.ops.onednn.qconv2d_pointwise(
@@ -150,7 +161,7 @@ class Int8ResNet:
         x = x.contiguous(memory_format=torch.channels_last)
         self.stem = Int8Conv(folded.stem, *_scale_and_zero(x))
         x = F.relu_(folded.stem(x))
-        self.stem.set_range(x)
+        self.stem.set_range(x, summed=True)
         x = self.maxpool(x)
         self.blocks: list[tuple[list[Int8Conv], Int8Conv | None]] = []
         before = self.stem
@@ -164,9 +175,9 @@ class Int8ResNet:
             shortcut = Int8Conv(block.shortcut, before.out_scale, before.out_zero) if block.shortcut else None
             if shortcut:
                 x = shortcut.conv(x)
-                shortcut.set_range(x)
+                shortcut.set_range(x, summed=True)
             x = F.relu_(y.add_(x))
-            last.set_range(x)
+            last.set_range(x, summed=True)
             before = last
             self.blocks.append((path, shortcut))
 
@@ -198,14 +209,10 @@ def _max_pool(x: Tensor) -> Tensor:
 
 
 def _scale_and_zero(x: Tensor) -> tuple[float, int]:
-    """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact.
-
-    Scale and zero point are on a grid: oneDNN compiles and keeps a kernel for each pair in a sum that it meets.
-    """
-    low, high = x.min().item(), x.max().item()
-    zero = 128 if low < 0 else 0
-    scale = max(high, -low, 1e-6) / (127 if zero else 255)
-    return 2 ** (math.ceil(4 * math.log2(scale)) / 4), zero
+    """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact."""
+    low, high = min(0.0, x.min().item()), max(0.0, x.max().item())
+    scale = max((high - low) / 255, 1e-8)
+    return scale, round(-low / scale)
 
 
 def _weight_scale(weight: Tensor) -> Tensor:
