@@ -285,20 +285,28 @@ def gradient(model: torch.nn.Module, views: torch.Tensor, size: int | None) -> t
     return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
 
 
+GROWTH = """
+import json, statistics, torch
+from streamclr import ContrastScoring, Learner, open_stream, resnet18
+from streamclr.budget import MIB, peak
+learner = Learner(resnet18(8), ContrastScoring(50), buffer_size=$size, batch_size=$batch, device="cpu")
+stream = open_stream("synthetic:?size=32&stc=1")
+for _ in range(0, $size, 256):
+    learner.buffer.replace(pool := learner.buffer.pool(stream.read(min($size, 256))), torch.arange(len(pool)))
+steps = [learner.learn_many(stream.read(256)) for _ in range(4)]
+print(json.dumps([statistics.median(s.seconds_scoring + s.seconds_training for s in steps[1:]), peak() / MIB]))
+"""
+
+
 def growth() -> None:
-    """Time per step against buffer size, image size and, per policy, pool size; width 8."""
+    """Time and memory of a step against buffer size, time against image size and, per policy, pool size; width 8."""
     keep_freed_memory()
-    base = None
-    for size in (32, 256, 1024, 4096):
-        batch = min(256, size)
-        learner = Learner(resnet18(8), ContrastScoring(50), buffer_size=size, batch_size=batch, device="cpu")
-        for segment in images(size).split(256):
-            learner.buffer.replace(pool := learner.buffer.pool(segment), torch.arange(len(pool)))
-        new = images(256)
-        spent = seconds(lambda: learner.learn_many(new), 3)  # noqa: B023
-        base = spent if size == 256 else base
-        ratio = f"{spent / base:.2f} of that at 256" if base else f"{spent:.2f} s"
-        row(f"step with a buffer of {size:,} (batch {batch}, segment 256, 32 px, width 8)", ratio)
+    spent = {size: child(GROWTH, size=size, batch=min(256, size)) for size in (32, 256, 1024, 4096)}
+    for size, (seconds_, peak) in spent.items():
+        row(
+            f"step with a buffer of {size:,} (batch {min(256, size)}, segment 256, width 8), of that at 256; peak",
+            f"{seconds_ / spent[256][0]:.2f}; {peak:.0f} MiB",
+        )
     base = None
     for size in (32, 64, 128, 224):
         learner = Learner(resnet18(8, stem="imagenet"), buffer_size=32, device="cpu")

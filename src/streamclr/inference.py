@@ -119,8 +119,8 @@ class Int8Conv:
     def set_range(self, out: Tensor, summed: bool = False) -> None:
         """From what the float convolution, with all that is fused to it, gives.
 
-        summed: whether it will be an operand of a sum. oneDNN compiles and keeps a kernel for every scale and zero point
-        of such an operand that it meets, so these are on a grid.
+        summed: whether it will be an operand of a sum. oneDNN compiles and keeps a kernel for every scale and zero
+        point of such an operand that it meets, so these are on a grid.
         """
         if summed:
             low, high = out.min().item(), out.max().item()
