@@ -168,3 +168,20 @@ def test_supervised_is_deterministic_and_moves_the_encoder():
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_head_is_what_torchs_adam_makes_of_the_cross_entropy():
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(70, 6, generator=generator), torch.randint(4, (70,), generator=generator)
+    head = train_head(features, labels, 4, epochs=5, lr=1e-2, batch_size=16, seed=3)
+    slow = Classifier(6, 4)
+    slow.fit_scale(features)
+    optimizer = torch.optim.Adam(slow.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        for batch in torch.randperm(70, generator=generator).split(16):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(slow(features[batch]), labels[batch]).backward()
+            optimizer.step()
+    assert torch.allclose(head.linear.weight, slow.linear.weight, atol=1e-6)
+    assert torch.allclose(head.linear.bias, slow.linear.bias, atol=1e-6)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from streamclr import UserError, resnet18, resnet34, resnet50
-from streamclr.encoder import ContrastiveModel, count_features, infer
+from streamclr.encoder import ContrastiveModel, Conv3x3, count_features, infer
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_resnet18_has_torchvisions_names():
 
 @pytest.mark.parametrize("make", [resnet18, resnet34, resnet50])
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize(("stem", "side"), [("small", 16), ("imagenet", 64)])
+@pytest.mark.parametrize(("stem", "side"), [("small", 16), ("half", 32), ("imagenet", 64)])
 def test_maps_images_to_features(make, norm, stem, side):
     encoder = make(width=4, stem=stem, norm=norm)
     features = encoder(torch.rand(2, 3, side, side))
@@ -106,3 +106,11 @@ def test_infer_restores_the_mode_after_an_error(model):
 def test_bad_options(options):
     with pytest.raises(UserError, match=str(next(iter(options.values())))):
         resnet18(**options)
+
+
+def test_a_3x3_convolution_of_one_pixel_is_its_centre():
+    conv = Conv3x3(5, 7)
+    x = torch.randn(3, 5, 1, 1)
+    assert torch.allclose(conv(x), torch.nn.functional.conv2d(x, conv.weight, padding=1), atol=1e-6)
+    x = torch.randn(3, 5, 2, 1)
+    assert torch.equal(conv(x), torch.nn.functional.conv2d(x, conv.weight, padding=1))

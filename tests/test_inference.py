@@ -11,7 +11,7 @@ from streamclr import inference as inference_module
 from streamclr.budget import MIB, resident
 from streamclr.buffer import Buffer, Pool
 from streamclr.data import cache_dir
-from streamclr.encoder import ContrastiveModel
+from streamclr.encoder import ContrastiveModel, inference_mode
 from streamclr.inference import FoldedConv, Int8Conv, fastest
 from streamclr.score import rank_correlation
 from streamclr.views import flip
@@ -42,7 +42,7 @@ def images():
 
 
 @pytest.mark.parametrize("make", [resnet18, resnet50])
-@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
+@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("half", 24), ("imagenet", 48)])
 def test_folded_is_the_model(make, stem, size):
     model = trained(make, size, steps=2, width=8, stem=stem)
     images = random_images(20, size=size)
@@ -50,12 +50,28 @@ def test_folded_is_the_model(make, stem, size):
 
 
 @pytest.mark.parametrize("make", [resnet18, resnet50])
-@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
+@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("half", 24), ("imagenet", 48)])
 @pytest.mark.parametrize("precision", ["int8", "half"])
-def test_fast_ranks_like_exact_for_every_shape_of_encoder(make, stem, size, precision):
+def test_fast_is_near_exact_for_every_shape_of_encoder(make, stem, size, precision):
     model = trained(make, size, steps=2, width=8, stem=stem)
     images = open_stream(f"synthetic:?size={size}&stc=1").read(100)
-    assert rank_correlation(contrast_score(model, images, precision), contrast_score(model, images)) > 0.95
+    with inference_mode(model):
+        fast, exact = (inference_module.projection(model, images, p)(images / 255) for p in (precision, "fp32"))
+    assert (fast * exact).sum(1).mean() > 0.99
+    fast, exact = contrast_score(model, images, precision), contrast_score(model, images)
+    if make is resnet18 or precision == "half":
+        assert rank_correlation(fast, exact) > 0.95
+
+
+def test_auto_scores_exactly_where_int8_does_not_rank_well_enough(monkeypatch):
+    """Fifty narrow layers, hardly trained: int8 ranks at 0.91 to 0.98, by the initial weights."""
+    model = trained(resnet50, 16, steps=2, width=8)
+    images = open_stream("synthetic:?size=16&stc=1").read(100)
+    monkeypatch.setattr("streamclr.policy.fastest", lambda model, images: "int8")
+    assert rank_correlation(contrast_score(model, images, "int8"), contrast_score(model, images)) < 0.98
+    pool = Buffer(50).pool(images)
+    kept = ContrastScoring().keep(pool, 50, model)
+    assert set(kept.tolist()) == set(contrast_score(model, images).topk(50).indices.tolist())
 
 
 def test_int8_chooses_what_the_exact_score_chooses(wide, images):

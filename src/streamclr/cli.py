@@ -17,6 +17,7 @@ from streamclr.allocator import keep_freed_memory
 from streamclr.compare import CompareConfig, compare, demo
 from streamclr.encoder import infer
 from streamclr.errors import UserError
+from streamclr.experiments import ReproduceConfig, reproduce
 from streamclr.report import Table, labels_heading, percent, results_table, write_report
 from streamclr.run import (
     RunConfig,
@@ -164,6 +165,10 @@ def _show(out: Path, table: Table) -> None:
     print(f"report: {out / 'report.html'}")
 
 
+def reproduce_command(config: ReproduceConfig) -> None:
+    print(f"results: {reproduce(config)}")
+
+
 def data_command(config: DataConfig) -> None:
     if config.action != "get":
         raise UserError(f"streamclr data cannot {config.action!r}: use 'streamclr data get NAME'")
@@ -178,6 +183,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], tuple[str, ...]]] = {
     "predict": (PredictConfig, predict_command, ("run",)),
     "report": (ReportConfig, report_command, ("runs",)),
     "compare": (CompareConfig, compare_command, ()),
+    "reproduce": (ReproduceConfig, reproduce_command, ("name",)),
     "data": (DataConfig, data_command, ("action", "name")),
 }
 

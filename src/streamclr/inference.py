@@ -5,7 +5,6 @@ saves: nothing is ever stale, and nothing has to be saved.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +98,6 @@ class FoldedResNet:
 # int8: unsigned activations with one scale a tensor, signed weights with one scale a channel, oneDNN's kernels. They
 # work on plain uint8 and int8 tensors; torch's quantized tensors are on their way out (pytorch/pytorch#184982).
 
-GRID = 4  # scales to an octave
 N_CALIBRATION = 8  # images from which the ranges of the activations are taken
 
 
@@ -119,35 +117,34 @@ class Int8Conv:
     def set_range(self, out: Tensor, summed: bool = False) -> None:
         """From what the float convolution, with all that is fused to it, gives.
 
-        summed: whether it will be an operand of a sum. oneDNN compiles and keeps a kernel for every scale and zero
-        point of such an operand that it meets, so these are on a grid.
+        summed: whether it will be an operand of a sum, which has one of two zero points (see `add_`).
         """
-        if summed:
-            low, high = out.min().item(), out.max().item()
-            self.out_zero = 128 if low < 0 else 0
-            scale = max(high, -low, 1e-6) / (127 if self.out_zero else 255)
-            self.out_scale = 2 ** (math.ceil(GRID * math.log2(scale)) / GRID)
-        else:
-            self.out_scale, self.out_zero = _scale_and_zero(out)
+        self.out_scale, self.out_zero = _scale_and_zero(out)
+        if summed and self.out_zero:
+            self.out_scale, self.out_zero = max(out.abs().max().item() / 127, 1e-8), 128
 
     def __call__(self, x: Tensor, relu: bool = True) -> Tensor:
         return torch.ops.onednn.qconv2d_pointwise(
-            *self._arguments(x), *self._output(), "relu" if relu else "none", [], ""
-        )
+            x, self.scale, *self._weight(), self.conv.bias, *self._geometry(), self.out_scale, self.out_zero,
+            torch.uint8, "relu" if relu else "none", [], "",
+        )  # fmt: skip
 
     def add_(self, x: Tensor, other: Tensor, scale: float, zero: int) -> Tensor:
-        """relu(conv(x) + other), written over `other`, whose scale and zero point are given."""
+        """relu(conv(x) + other), written over `other`, whose scale and zero point are given.
+
+        oneDNN compiles and keeps a kernel for every scale and zero point of an `other` that it meets, and the scale
+        changes with the encoder. So all is in units of that scale, which is 1 then, and two zero points are left.
+        """
         return torch.ops.onednn.qconv2d_pointwise.binary(
-            *self._arguments(x, other), *self._output(), scale, zero, "sum", 1.0, "relu", [], ""
-        )
+            x, self.scale / scale, *self._weight(), other, self.conv.bias / scale, *self._geometry(),
+            self.out_scale / scale, self.out_zero, torch.uint8, 1.0, zero, "sum", 1.0, "relu", [], "",
+        )  # fmt: skip
 
-    def _arguments(self, x: Tensor, *accumulator: Tensor) -> tuple:
-        weight = (self.packed, self.weight_scale, self.weight_zero)
-        geometry = (self.conv.stride, self.conv.padding, [1, 1], 1)
-        return x, self.scale, self.zero, *weight, *accumulator, self.conv.bias, *geometry
+    def _weight(self) -> tuple:
+        return self.zero, self.packed, self.weight_scale, self.weight_zero
 
-    def _output(self) -> tuple:
-        return self.out_scale, self.out_zero, torch.uint8
+    def _geometry(self) -> tuple:
+        return self.conv.stride, self.conv.padding, [1, 1], 1
 
 
 class Int8ResNet:

@@ -4,9 +4,9 @@ import base64
 import html
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -148,7 +148,7 @@ def line_plot(title: str, series: Sequence[tuple[str, Sequence[tuple[float, floa
         if sum(bool(points) for _, points in series) > 1:
             axes.legend(fontsize=8)
 
-    return _plot(title, draw, path)
+    return _plot(title, draw, [path] if path else [])
 
 
 def _run_section(run: RunDirectory) -> str:
@@ -227,8 +227,14 @@ def _times(factor: float, value: float | None) -> float | None:
     return None if value is None else factor * value
 
 
-def _plot(title: str, draw: Any, path: Path | None = None) -> str:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # matplotlib is slow to import
+def save_plot(title: str, draw: Callable[["Axes"], None], path: Path) -> str:
+    """Into path.png and path.svg."""
+    return _plot(title, draw, [path.with_suffix(".png"), path.with_suffix(".svg")])
+
+
+def _plot(title: str, draw: Callable[["Axes"], None], paths: Sequence[Path] = ()) -> str:
+    from matplotlib import rc_context  # matplotlib is slow to import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 3.4), layout="constrained")
@@ -237,9 +243,9 @@ def _plot(title: str, draw: Any, path: Path | None = None) -> str:
     draw(axes)
     axes.set_title(title, fontsize=10)
     data = io.StringIO()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "streamclr"}):  # the same picture, the same file
         warnings.filterwarnings("ignore", "Glyph")  # a class name in a script that the font lacks
-        if path is not None:
-            figure.savefig(path, dpi=150)
+        for path in paths:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         figure.savefig(data, format="svg")
     return f"<figure class=plot>{data.getvalue()[data.getvalue().index('<svg') :]}</figure>"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamclr import options as opts
-from streamclr.data import dataset
+from streamclr.data import DATASETS, dataset
 from streamclr.errors import UserError
 from streamclr.sources.dataset import Images
 from streamclr.sources.folder import folder, imagenet
@@ -42,9 +42,7 @@ class Source(Protocol):
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "synthetic": Synthetic,
-    "cifar10": partial(dataset, "cifar10"),
-    "cifar100": partial(dataset, "cifar100"),
-    "svhn": partial(dataset, "svhn"),
+    **{name: partial(dataset, name) for name in DATASETS},
     "imagenet": imagenet,
     "folder": folder,
 }

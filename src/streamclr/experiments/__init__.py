@@ -1,0 +1,110 @@
+"""The paper's experiments, one script per table or figure, and some that are not in the paper."""
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from streamclr import options as opts
+from streamclr.checkpoint import write_json
+from streamclr.errors import UserError
+from streamclr.experiments.budget import budget
+from streamclr.experiments.buffer import buffer
+from streamclr.experiments.curves import curves
+from streamclr.experiments.findings import Findings
+from streamclr.experiments.gradient import gradient
+from streamclr.experiments.iid import iid
+from streamclr.experiments.lab import SCALES, Lab
+from streamclr.experiments.labels import labels
+from streamclr.experiments.lazy import lazy
+from streamclr.experiments.stc import stc
+from streamclr.experiments.sweep import sweep
+from streamclr.report import save_plot
+from streamclr.run import option
+
+EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
+    "labels": labels,
+    "curves": curves,
+    "lazy": lazy,
+    "buffer": buffer,
+    "gradient": gradient,
+    "stc": stc,
+    "iid": iid,
+    "budget": budget,
+    "sweep": sweep,
+}
+
+
+@dataclass(frozen=True)
+class ReproduceConfig:
+    """Run one of the paper's experiments, its numbers beside ours; started again it goes on where it was."""
+
+    name: str = option("", f"the experiment: {', '.join(EXPERIMENTS)}")
+    scale: str = option("cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two cores")
+    seeds: int = option(3, "how many seeds, from 0 on")
+    images: int | None = option(None, "images in each run, for a quick look [the scale's own]")
+    workers: int | None = option(None, "runs side by side [one for each GPU, or each core]")
+    device: str | None = option(None, "cpu or cuda [GPUs if there are any]")
+    data: str | None = option(None, "where official files of datasets are that are not in the cache")
+    out: str = option("runs/reproduce", "the directory, which experiments share: what is done there is not done again")
+    plan: bool = option(False, "only say what would run and how long it should take")
+
+
+def reproduce(config: ReproduceConfig) -> Path:
+    """Do an experiment and print its tables. Returns the directory with results.json, tables and plots."""
+    if config.name not in EXPERIMENTS:
+        raise UserError(f"no experiment {config.name!r}: {opts.one_of(config.name, EXPERIMENTS)}")
+    lab = Lab(
+        Path(config.out),
+        config.scale,
+        config.seeds,
+        config.images,
+        config.workers,
+        config.device,
+        config.data,
+        config.plan,
+    )
+    findings = EXPERIMENTS[config.name](lab)
+    directory = lab.out / config.name
+    directory.mkdir(exist_ok=True)
+    images = f" --images {config.images}" if config.images else ""
+    command = f"streamclr reproduce {config.name} --scale {config.scale} --seeds {config.seeds}{images}"
+    facts = {
+        "command": command,
+        "scale": config.scale,
+        "seeds": config.seeds,
+        "images": config.images,
+        "machine": f"{machine()}, {lab.workers} x {lab.device}",
+        "hours_of_work": lab.seconds / 3600,
+        "versions": {name: version(name) for name in ("streamclr", "torch")} | {"python": platform.python_version()},
+    }
+    write_json(directory / "results.json", facts | {"measured": findings.measured})
+    save_plot(findings.title, findings.draw, directory / config.name)
+    seeds = f"{config.seeds} seeds, mean ± standard deviation" if config.seeds > 1 else "one seed"
+    note = (
+        f"`{command}`: {seeds}; {facts['machine']}, {lab.seconds / 3600:.1f} hours of work on one of them, "
+        f"torch {version('torch')}."
+    )
+    sections = [f"**{t.title}**\n\n{t.markdown()}" + (f"\n{t.note}\n" if t.note else "") for t in findings.tables]
+    (directory / "table.md").write_text("\n".join([*sections, note, ""]), encoding="utf-8")
+    for table in findings.tables:
+        table.print()
+    print(note.replace("`", ""), file=sys.stderr)
+    return directory
+
+
+def machine() -> str:
+    """The processor or the GPU, and how many cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    models = [
+        line.partition(":")[2].strip()
+        for line in (Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else [])
+        if line.startswith("model name")
+    ]
+    return f"{models[0] if models else platform.processor() or platform.machine()}, {os.cpu_count()} cores"

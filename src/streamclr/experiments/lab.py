@@ -1,0 +1,326 @@
+"""Where experiments run: jobs side by side, each done once and known by what it is, so that all can be resumed."""
+
+import dataclasses
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from streamclr import data
+from streamclr import options as opts
+from streamclr.checkpoint import write_json
+from streamclr.errors import UserError
+from streamclr.progress import Progress
+from streamclr.run import RunConfig, RunDirectory, make_learner, open_run_stream, read_json, resolved, run
+from streamclr.stream import Stream
+
+# The paper's settings for CIFAR-10 (Sec. IV-A), and the fixed ones of two CPU cores, chosen by `reproduce sweep` with
+# the policy Random. The contrast score is the exact one in both: no table depends on what is fast on a machine.
+SCALES = {
+    "paper": RunConfig(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
+    "cpu": RunConfig(source="cifar10", stc=500, width=16, stem="imagenet", lr=1e-3, images=500_000, probes=20),
+}
+Result = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function by its name, `module:function`, and its arguments, those of a RunConfig.
+
+    It is given a directory and returns JSON.
+    """
+
+    title: str
+    function: str
+    arguments: Result
+
+    @property
+    def key(self) -> str:
+        known_by = json.dumps([self.function, self.arguments], sort_keys=True)
+        return f"{self.title}-{hashlib.sha256(known_by.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
+
+
+class Lab:
+    """One experiment's jobs at one scale, below a directory that experiments share.
+
+    images: instead of as many as the scale says.
+    workers: jobs at a time [one for each GPU, or each core].
+    data_dir: where datasets are that are not in the cache.
+    only_plan: say what is to be done and how long it should take, and leave it at that.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        scale: str = "cpu",
+        n_seeds: int = 3,
+        images: int | None = None,
+        workers: int | None = None,
+        device: str | None = None,
+        data_dir: str | None = None,
+        only_plan: bool = False,
+    ):
+        if scale not in SCALES:
+            raise UserError(f"no scale {scale!r}: {opts.one_of(scale, SCALES)}")
+        for name, value in {"seeds": n_seeds, "images": images, "workers": workers}.items():
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}: use at least 1")
+        self.out, self.scale, self.n_seeds, self.images, self.only_plan = out, scale, n_seeds, images, only_plan
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.workers = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count() or 1)
+        self.data_dir = None if data_dir is None else Path(data_dir).expanduser()
+        self.seconds = 0.0  # of work behind the results, whenever it was done
+
+    def pick(self, *, paper: T, cpu: T) -> T:
+        """What holds at this scale."""
+        return {"paper": paper, "cpu": cpu}[self.scale]
+
+    def runs(self, **settings: Any) -> list[Job]:
+        """A run of the scale, with these settings instead of its own: a job for each seed."""
+        wanted = dataclasses.replace(SCALES[self.scale], **settings)
+        if self.images is not None:
+            wanted = dataclasses.replace(wanted, images=self.images, epochs=None)
+        name, options = opts.split(wanted.policy)
+        if name == "contrast":
+            policy = "contrast?" + "&".join(f"{k}={v}" for k, v in (options | {"precision": "fp32"}).items())
+            wanted = dataclasses.replace(wanted, policy=policy)
+        wanted = _resolved(wanted, self.data_dir)
+        jobs = []
+        for seed in range(self.n_seeds):
+            arguments = asdict(dataclasses.replace(wanted, seed=seed, device=self.device))
+            arguments.pop("out")
+            jobs.append(Job(f"{name}-{seed}", f"{__name__}:learn", arguments))
+        return jobs
+
+    def at_hand(self, dataset: str, **settings: Any) -> bool:
+        """Whether the data of a run can be had; if not, the experiment says so and goes on without."""
+        try:
+            _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
+        except UserError as error:
+            print(f"{dataset} is left out: {' '.join(str(error).split())}", file=sys.stderr)
+            return False
+        return True
+
+    def do(self, jobs: dict[str, list[Job]]) -> dict[str, list[Result]]:
+        """The results of all jobs, of which those that are not there yet are done now."""
+        places = {job.key: job for row in jobs.values() for job in row}
+        with _alone(self.out):
+            missing = [job for job in _by_seed(jobs) if not (self._directory(job) / "result.json").exists()]
+            print(
+                f"{len(places)} jobs, {len(places) - len(missing)} of them done; {self._expected(missing)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if self.only_plan:
+                raise SystemExit(0)
+            self._work(missing)
+        results = {key: read_json(self._directory(job) / "result.json") for key, job in places.items()}
+        self.seconds += sum(result["seconds_in_all"] for result in results.values())
+        return {row: [results[job.key] for job in own] for row, own in jobs.items()}
+
+    def _directory(self, job: Job) -> Path:
+        return self.out / "runs" / job.key
+
+    def _work(self, jobs: list[Job]) -> None:
+        """A process for each job, one on each GPU or with its share of the cores."""
+        waiting = list(jobs)
+        at_work: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
+        free = list(range(self.workers))
+        n_images = sum(job.arguments["images"] or 0 for job in jobs)
+        with Progress(f"{len(jobs)} jobs, images", n_images) as bar:
+            try:
+                while waiting or at_work:
+                    while waiting and free:
+                        job, worker = waiting.pop(0), free.pop()
+                        at_work[worker] = (job, self._start(job, worker))
+                    time.sleep(0.2)
+                    for worker, (job, process) in list(at_work.items()):
+                        if process.poll() is not None:
+                            self._check(job, process.returncode)
+                            del at_work[worker]
+                            free.append(worker)
+                    done = sum(_n_seen(self._directory(job)) for job in jobs if job not in waiting)
+                    bar.advance(done - bar.done, f"{len(waiting)} waiting, {len(at_work)} at work")
+            finally:
+                for _, process in at_work.values():
+                    process.kill()
+                    process.wait()
+
+    def _prepare(self, job: Job) -> Path:
+        directory = self._directory(job)
+        if directory.exists():
+            shutil.rmtree(directory)  # a job that was interrupted
+        directory.mkdir(parents=True)
+        write_json(directory / "job.json", asdict(job))
+        return directory
+
+    def _start(self, job: Job, worker: int) -> subprocess.Popen[bytes]:
+        directory = self._prepare(job)
+        env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.workers))}
+        if self.device == "cuda":
+            env["CUDA_VISIBLE_DEVICES"] = str(worker % torch.cuda.device_count())
+        with (directory / "log.txt").open("wb") as log:
+            # The pipe to its standard input closes when this process ends, however it ends, and so ends the job.
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__, str(directory)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+
+    def _check(self, job: Job, code: int) -> None:
+        if code or not (self._directory(job) / "result.json").exists():
+            log = self._directory(job) / "log.txt"
+            last = (log.read_text("utf-8", errors="replace").strip() or "no word").splitlines()[-1]
+            raise UserError(f"{job.key} failed ({last}): see {log}")
+
+    def _expected(self, jobs: list[Job]) -> str:
+        """How long the jobs should take, from a step of each kind of run on this device."""
+        learned = [RunConfig(**job.arguments) for job in jobs if job.arguments["images"]]
+        if not learned:
+            return "nothing to learn"
+        with Progress("timing a step of each kind", None):
+            seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
+        hours = seconds / self.workers / 3600
+        how_long = f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
+        return f"about {how_long} of learning on {self.workers} x {self.device}, evaluation not counted"
+
+
+def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:
+    """Each job once, seed by seed, so that a first table needs a third of the time."""
+    seen = set()
+    for seed in range(max((len(row) for row in jobs.values()), default=0)):
+        for row in jobs.values():
+            if seed < len(row) and row[seed].key not in seen:
+                seen.add(row[seed].key)
+                yield row[seed]
+
+
+def _n_seen(directory: Path) -> int:
+    """How many images a run has learned from: the last whole line of its journal says."""
+    journal = directory / "run" / "journal.jsonl"
+    if not journal.exists():
+        return 0
+    with journal.open("rb") as file:
+        file.seek(max(0, journal.stat().st_size - 4096))
+        lines = file.read().split(b"\n")[:-1]
+    return json.loads(lines[-1])["seen"] if lines and lines[-1].startswith(b"{") else 0
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two labs in one directory would take each other's jobs for interrupted ones."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is at work in {out}: wait for it, or give another --out") from None
+        yield
+
+
+_kind_fields = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
+
+
+def _kind(config: RunConfig) -> RunConfig:
+    """What the time of a step depends on."""
+    return RunConfig(**{name: getattr(config, name) for name in (*_kind_fields, "device")})
+
+
+@cache
+def _step_seconds(kind: RunConfig) -> float:
+    """The time of one step; on a CPU of one with fewer images, as many times as it is smaller."""
+    assert kind.segment is not None
+    assert kind.batch is not None
+    assert kind.size is not None
+    part = 1.0 if kind.device == "cuda" else min(1.0, 32 / kind.segment)
+    few = {name: max(2, round(part * getattr(kind, name))) for name in ("buffer", "segment", "batch")}
+    learner = make_learner(dataclasses.replace(kind, **few))
+    images = torch.randint(256, (few["segment"], 3, kind.size, kind.size), dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        steps = [learner.learn_many(images) for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    return median(step.seconds_scoring + step.seconds_training for step in steps) / part
+
+
+@cache
+def _resolved(config: RunConfig, data_dir: Path | None) -> RunConfig:
+    return resolved(config, _open(config, data_dir))
+
+
+def _open(config: RunConfig, data_dir: Path | None) -> Stream:
+    """The stream of a run; a dataset that is not in the cache is brought there first."""
+    name = opts.split(config.source)[0]
+    if name in data.DATASETS and not data.is_cached(name):
+        print(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None), file=sys.stderr)
+    return open_run_stream(config)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the process of a job
+
+
+def learn(directory: Path, **config: Any) -> Result:
+    """A run: its results, and what its journal says over time."""
+    path, results = run(RunConfig(**config, out=str(directory / "run")))
+    steps = RunDirectory(path).steps()
+    spent, curve = 0.0, []
+    for step in steps:
+        spent += step["seconds_scoring"] + step["seconds_training"]
+        if "accuracy" in step:
+            curve.append({"seen": step["seen"], "seconds": spent, "knn": step["accuracy"]})
+    full = [step for step in steps if step["kept"] + step["replaced"] == config["buffer"]][1:]
+    return results | {
+        "curve": curve,
+        "rescored": sum(step["rescored"] for step in full) / max(1, len(full)),
+        "replaced": sum(step["replaced"] for step in full) / max(1, len(full)) / config["buffer"],
+        "relative_time": 1
+        + median(step["seconds_scoring"] for step in steps) / median(step["seconds_training"] for step in steps),
+    }
+
+
+def do_job(directory: Path) -> None:
+    job = read_json(directory / "job.json")
+    module, _, function = job["function"].partition(":")
+    started = time.perf_counter()
+    result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])
+    write_json(directory / "result.json", result | {"seconds_in_all": time.perf_counter() - started})
+
+
+def _end_with_the_parent() -> None:
+    os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    from streamclr.allocator import keep_freed_memory
+
+    keep_freed_memory()
+    if select.select([0], [], [], 0)[0]:
+        sys.exit("left alone before it began")
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    try:
+        do_job(Path(sys.argv[1]))
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,56 @@
+"""Twenty classes of ImageNet at 64 px: train/ and val/ with one folder per class in each, or an archive of these."""
+
+import tarfile
+import tempfile
+from pathlib import Path
+
+import torch
+
+from streamclr.errors import UserError
+from streamclr.sources.dataset import Images, Splits
+from streamclr.sources.folder import imagenet
+
+TINY_IMAGENET_20_CLASSES = (  # in the order of their folders, n01774750 to n09428293
+    "tarantula",
+    "tabby",
+    "dragonfly",
+    "bison",
+    "baboon",
+    "altar",
+    "backpack",
+    "basketball",
+    "computer keyboard",
+    "confectionery",
+    "gasmask",
+    "kimono",
+    "lifeboat",
+    "neck brace",
+    "organ",
+    "scoreboard",
+    "syringe",
+    "vestment",
+    "ice lolly",
+    "seashore",
+)
+
+
+def read_tiny_imagenet(place: Path) -> Splits | None:
+    """The dataset in a folder or in its archive; None if there is no train/."""
+    if place.is_file():
+        with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
+            try:
+                with tarfile.open(place) as archive:
+                    archive.extractall(temporary, filter="data")
+            except (tarfile.TarError, EOFError, OSError) as error:
+                raise UserError(f"{place} is not a whole archive ({error}): get it again") from None
+            return read_tiny_imagenet(Path(temporary))
+    if not (place / "train").is_dir():
+        return None
+    source = imagenet(str(place), classes=len(TINY_IMAGENET_20_CLASSES), size=64)
+    assert source.train is not None
+    assert source.test is not None
+    return Splits(*_all(source.train), *_all(source.test))
+
+
+def _all(images: Images) -> tuple[torch.Tensor, torch.Tensor]:
+    return images.images(torch.arange(len(images))), images.labels

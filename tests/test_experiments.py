@@ -1,0 +1,251 @@
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import random_images
+from streamclr import UserError, data
+from streamclr.cli import main
+from streamclr.experiments import EXPERIMENTS
+from streamclr.experiments import lab as lab_module
+from streamclr.experiments.findings import against, images_to_reach, spread
+from streamclr.experiments.gradient import eq4
+from streamclr.experiments.iid import at_equal_seconds
+from streamclr.experiments.lab import Lab, do_job
+
+
+def write_cifar10(directory, n_each=100, n_test=5):
+    """A small CIFAR-10 in the official binary format."""
+    folder = directory / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    files = {f"data_batch_{i}.bin": n_each * 2 for i in range(1, 6)} | {"test_batch.bin": 10 * n_test}
+    for seed, (name, n) in enumerate(files.items()):
+        images = random_images(n, 32, seed).flatten(1).numpy()
+        labels = np.arange(n, dtype=np.uint8)[:, None] % 10
+        (folder / name).write_bytes(np.concatenate([labels, images], 1).tobytes())
+
+
+@pytest.fixture
+def small_cifar(tmp_path, monkeypatch):
+    write_cifar10(tmp_path / "data")
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "data"))
+    data.get("cifar10")
+    return tmp_path
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """The jobs in this process, which saves the import of torch in each."""
+
+    def work(self, jobs):
+        for job in jobs:
+            do_job(self._prepare(job))
+
+    monkeypatch.setattr(Lab, "_work", work)
+
+
+QUICK = ["--images", "300", "--seeds", "1"]
+
+
+@pytest.mark.parametrize("name", [n for n in EXPERIMENTS if n not in ("stc", "budget", "sweep")])
+def test_every_experiment_ends_with_its_table(name, small_cifar, in_process, capsys):
+    out = small_cifar / "out"
+    assert main(["reproduce", name, *QUICK, "--out", str(out)]) == 0
+    written = {path.name for path in (out / name).iterdir()}
+    assert written == {"results.json", "table.md", f"{name}.png", f"{name}.svg"}
+    results = json.loads((out / name / "results.json").read_text())
+    assert results["command"].startswith(f"streamclr reproduce {name} --scale cpu --seeds 1")
+    assert results["measured"]
+    table = (out / name / "table.md").read_text()
+    assert results["command"] in table
+    assert "paper" in table.lower()
+    assert "results: " in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stc", "budget", "sweep"])
+def test_the_larger_experiments_too(name, small_cifar, in_process, capsys):
+    assert main(["reproduce", name, *QUICK, "--out", str(small_cifar / "out")]) == 0
+    assert (small_cifar / "out" / name / "table.md").exists()
+
+
+def test_experiments_share_runs(small_cifar):
+    """A run is known by its resolved configuration, whichever experiment asks."""
+    lab = Lab(small_cifar / "out")
+    keys = {
+        lab.runs(**settings)[1].key for settings in ({}, {"policy": "contrast"}, {"buffer": 256, "images": 500_000})
+    }
+    assert len(keys) == 1
+    other = {lab.runs(**settings)[1].key for settings in ({"lr": 2e-3}, {"policy": "fifo"}, {"rescore_every": 4})}
+    assert len(other | keys | {lab.runs()[0].key}) == 5
+
+
+def test_killed_half_way_it_goes_on(small_cifar):
+    """The table of a run that was killed twice is that of one that was not, and finished jobs are not redone."""
+
+    def start(out):
+        words = ["reproduce", "lazy", *QUICK, "--out", str(small_cifar / out), "--workers", "2"]
+        return subprocess.Popen([sys.executable, "-m", "streamclr", *words], stderr=subprocess.PIPE, text=True)
+
+    done = small_cifar / "killed" / "runs"
+    process = start("killed")
+    deadline = time.monotonic() + 120
+    while len(list(done.glob("*/result.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    finished = {path: path.stat().st_mtime_ns for path in done.glob("*/result.json")}
+    assert 2 <= len(finished) < 6
+    while _processes_below(small_cifar / "killed") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _processes_below(small_cifar / "killed")  # the jobs that were at work noticed that they are alone
+    assert start("killed").wait() == 0
+    assert start("whole").wait() == 0
+    assert all(path.stat().st_mtime_ns == at for path, at in finished.items())
+    tables = [json.loads((small_cifar / out / "lazy" / "results.json").read_text()) for out in ("killed", "whole")]
+    for t, measured in tables[0]["measured"].items():
+        for key in ("accuracy", "rescored", "replaced"):
+            assert measured[key] == tables[1]["measured"][t][key]
+
+
+def _processes_below(directory):
+    commands = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read().decode(errors="replace")
+        except OSError:
+            continue
+        if str(directory) in command and int(pid) != os.getpid():
+            commands.append(command)
+    return commands
+
+
+def test_two_at_once_in_one_directory_are_refused(small_cifar, capsys):
+    with lab_module._alone(small_cifar / "out"):
+        assert main(["reproduce", "gradient", *QUICK, "--out", str(small_cifar / "out")]) == 2
+    assert "another process is at work" in capsys.readouterr().err
+
+
+def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
+    out = small_cifar / "out"
+    lab = Lab(out, n_seeds=1, images=600)
+    job = lab.runs(lr=1e30)[0]
+    with pytest.raises(UserError, match="lower lr") as error:
+        lab.do({"row": [job]})
+    assert job.key in str(error.value)
+    assert "log.txt" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["labls"], "labels"),
+        (["labels", "--scale", "gpu"], "cpu"),
+        (["labels", "--seeds", "0"], "seeds is 0"),
+        (["labels", "--workers", "0"], "workers is 0"),
+        (["labels", "--images", "many"], "--images"),
+        (["labels", "--images", "10"], "before one batch of 256"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(words, said, small_cifar, capsys):
+    assert main(["reproduce", *words, "--out", str(small_cifar / "out")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+
+
+def test_the_plan_says_how_long_and_runs_nothing(small_cifar, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["reproduce", "labels", "--plan", "--out", str(small_cifar / "out")])
+    assert end.value.code == 0
+    said = capsys.readouterr().err
+    assert "18 jobs, 0 of them done" in said
+    assert "of learning on" in said
+    assert not (small_cifar / "out" / "runs").exists()
+
+
+def test_the_papers_scale_has_the_papers_settings(small_cifar):
+    lab = Lab(small_cifar / "out", "paper")
+    config = lab.runs(policy="contrast")[2].arguments
+    due = {"width": 64, "lr": 1e-4, "temperature": 0.5, "stc": 500, "buffer": 256, "segment": 256, "batch": 256}
+    due |= {"images": 25_000_000, "weight_decay": 1e-4, "encoder": "resnet18", "stem": "small", "seed": 2}
+    assert {name: config[name] for name in due} == due
+    assert "precision=fp32" in config["policy"]
+
+
+def test_a_dataset_that_is_not_at_hand_is_left_out(small_cifar, capsys):
+    assert not Lab(small_cifar / "out").at_hand("ImageNet-20", source="tiny-imagenet-20")
+    assert "ImageNet-20 is left out" in capsys.readouterr().err
+
+
+def test_eq4_is_the_gradient():
+    z0, z1 = (torch.nn.functional.normalize(torch.randn(2, 5, 8, dtype=torch.double), dim=2)).unbind()
+    z = torch.cat([z0, z1])
+    norms = []
+    for i in range(10):
+        own = z[i].clone().requires_grad_()
+        others = torch.stack([z[j] for j in range(10) if j != i])
+        positive = [j for j in range(10) if j != i].index((i + 5) % 10)
+        loss = -(others @ own / 0.5).log_softmax(0)[positive]
+        norms.append(torch.autograd.grad(loss, own)[0].norm())
+        if i == 0:
+            match = (others @ own / 0.5).softmax(0)[positive]
+    found, p = eq4(z0, z1, 0.5)
+    assert torch.allclose(found, torch.stack(norms).view(2, 5).mean(0))
+    assert 0 < p[0] < 1
+    assert abs(2 * p[0] - match) <= 1  # the mean of both views, of which one is `match`
+
+
+def test_images_to_reach():
+    curve = [(100, 10.0), (200, 20.0), (300, 15.0), (400, 30.0)]
+    assert images_to_reach(curve, 5) == 100
+    assert images_to_reach(curve, 15) == 150
+    assert images_to_reach(curve, 25) == pytest.approx(300 + 100 * 10 / 15)
+    assert images_to_reach(curve, 31) is None
+
+
+def test_at_equal_seconds():
+    curve = [{"seen": 100, "knn": 0.1}, {"seen": 200, "knn": 0.2}]
+    assert at_equal_seconds({"curve": curve, "relative_time": 1.0}) == pytest.approx(0.2)
+    assert at_equal_seconds({"curve": curve, "relative_time": 200 / 150}) == pytest.approx(0.15)
+    assert at_equal_seconds({"curve": curve, "relative_time": 4.0}) == pytest.approx(0.1)
+
+
+def test_cells():
+    assert spread([]) == "–"
+    assert spread([1.0]) == "1.0"
+    assert spread([1.0, 3.0]) == "2.0 ± 1.4"
+    assert against([50.0, 52.0], 60.0) == ["51.0 ± 1.4", "60.00", "-9.0"]
+    assert against([50.0], None) == ["50.0", "–", "–"]
+
+
+def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "cache"))
+    root = tmp_path / "content"
+    for split, n in (("train", 2), ("val", 1)):
+        for label in range(20):
+            folder = root / split / f"n{label:08}"
+            folder.mkdir(parents=True)
+            for i in range(n):
+                Image.new("RGB", (64, 64), (10 * label, i, 0)).save(folder / f"{i}.JPEG", quality=95)
+    file = tmp_path / "tiny-imagenet-20.tar"
+    with tarfile.open(file, "w") as archive:
+        for split in ("train", "val"):
+            archive.add(root / split, split)
+    assert "40 training and 20 test images" in data.get("tiny-imagenet-20", file)
+    splits = data.load("tiny-imagenet-20")
+    assert splits.train_images.shape == (40, 3, 64, 64)
+    assert splits.test_labels.tolist() == list(range(20))
+    assert abs(int(splits.train_images[-1, 0, 0, 0]) - 190) < 5
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"cut\.tar"):
+        data.load("tiny-imagenet-20", cut)
