@@ -1,11 +1,23 @@
+import errno
 import json
+import os
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from streamclr import UserError, resnet18
-from streamclr.checkpoint import json_line, load_encoder, load_tensors, load_weights, save_tensors, write_json
+from streamclr.checkpoint import (
+    Checkpoints,
+    Pace,
+    json_line,
+    load_encoder,
+    load_tensors,
+    load_weights,
+    save_tensors,
+    write_json,
+)
 from streamclr.encoder import ContrastiveModel
 
 
@@ -70,3 +82,149 @@ def test_load_weights_lists_every_key():
     with pytest.raises(UserError) as error:
         load_weights(resnet18(width=4), {}, "nothing")
     assert str(error.value).count("is missing") == 100  # all but the counters of old weights
+
+
+STATE = {
+    "a": {"weights": torch.arange(6.0).view(2, 3).T, "flag": torch.tensor(True), "none": torch.zeros(0, 3)},
+    "b": [1, 2.5, None, "text", True, float("nan"), [torch.tensor([7], dtype=torch.uint8)]],
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or a != a
+
+
+def test_a_state_round_trips_and_the_last_three_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c")
+    assert checkpoints.latest() is None
+    for number in (1, 2, 10, 11):
+        assert checkpoints.save(number, STATE | {"number": number}) > 0
+    assert checkpoints.numbers() == [2, 10, 11]
+    number, state = checkpoints.latest()
+    assert number == 11
+    assert same(STATE | {"number": 11}, state)
+    # what is in it, others can read
+    assert load_tensors(tmp_path / "c" / "0000000011" / "state.safetensors").keys() == {
+        "a/weights",
+        "a/flag",
+        "a/none",
+        "b/6/0",
+    }
+
+
+def test_every_flipped_byte_and_every_cut_is_found(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.save(1, {"step": 1})
+    checkpoints.save(2, {"x": torch.arange(3), "step": 2})
+    n_damages = 0
+    for file in (tmp_path / "c" / "0000000002").iterdir():
+        whole = file.read_bytes()
+        for i in range(len(whole)):
+            for damaged in (whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :], whole[:i]):
+                file.write_bytes(damaged)
+                with pytest.raises((UserError, OSError)):
+                    checkpoints.load(2)
+                n_damages += 1
+        file.write_bytes(whole + b" ")
+        with pytest.raises((UserError, OSError)):
+            checkpoints.load(2)
+        file.unlink()
+        assert checkpoints.latest() == (1, {"step": 1})
+        assert "going back to the checkpoint before" in capsys.readouterr().err
+        file.write_bytes(whole)
+    assert checkpoints.latest()[0] == 2
+    assert n_damages > 500
+
+
+CALLS = ("mkdir", "open", "write", "fsync", "close", "rename")
+
+
+def fail_at(monkeypatch, k, how):
+    """The k-th of the calls that a save makes fails; returns the count of calls so far."""
+    count = [0]
+
+    def wrapped(name, real):
+        def call(*args, **kwargs):
+            count[0] += 1
+            if count[0] == k:
+                if how == "short" and name == "write":
+                    return real(args[0], bytes(args[1])[: len(args[1]) // 2]) if len(args[1]) > 1 else real(*args)
+                if how != "short":
+                    raise OSError(how, os.strerror(how))
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(f"streamclr.checkpoint.os.{name}", wrapped(name, getattr(os, name)))
+    return count
+
+
+@pytest.mark.parametrize("how", [errno.EIO, errno.ENOSPC, "short"])
+def test_whichever_call_fails_the_one_before_is_whole(tmp_path, monkeypatch, how):
+    with monkeypatch.context() as patch:
+        count = fail_at(patch, 0, how)
+        Checkpoints(tmp_path / "count").save(1, STATE)
+        n_calls = count[0]
+    assert n_calls > 10
+    for k in range(1, n_calls + 1):
+        checkpoints = Checkpoints(tmp_path / f"{k}")
+        checkpoints.save(1, STATE | {"number": 1})
+        with monkeypatch.context() as patch:
+            fail_at(patch, k, how)
+            try:
+                checkpoints.save(2, STATE | {"number": 2})
+                failed = False
+            except OSError:
+                failed = True
+        assert not (failed and how == "short")  # else only calls whose failure does not matter may have gone unnoticed
+        number, state = checkpoints.latest()
+        # The last calls come after the rename: the new one is there and whole, only not yet certain to stay.
+        assert number in ((1, 2) if failed else (2,))
+        assert same(state, STATE | {"number": number})
+        checkpoints.save(3, STATE | {"number": 3})
+        assert checkpoints.latest()[0] == 3
+        assert not list((tmp_path / f"{k}").glob(".part*"))
+        shutil.rmtree(tmp_path / f"{k}")
+
+
+def test_the_pace_is_by_steps_and_minutes_and_below_a_gib_an_hour(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("streamclr.checkpoint.time.monotonic", lambda: now[0])
+    pace = Pace(Checkpoints(tmp_path / "c"), minutes=10, steps=3)
+    assert [pace.due() for _ in range(3)] == [False, False, True]
+    pace.save(3, {})
+    now[0] = 599
+    assert not pace.due()
+    now[0] = 600
+    assert pace.due()
+    monkeypatch.setattr(Checkpoints, "save", lambda *_: 2**29)
+    pace.save(5, {})
+    now[0] += 1799
+    assert not pace.due()
+    now[0] += 1
+    assert pace.due()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    pace.save(6, {})
+    assert "no checkpoint of step 6 (No space left on device)" in capsys.readouterr().err
+    for options in ({"minutes": -1}, {"minutes": float("nan")}, {"minutes": 1, "steps": 0}):
+        with pytest.raises(UserError, match="checkpoint_"):
+            Pace(Checkpoints(tmp_path), **options)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    with pytest.raises(UserError, match="policy/seen"):
+        Checkpoints(tmp_path).save(1, {"policy": {"seen": {1, 2}}})
+    with pytest.raises(UserError, match="keys of a state are text"):
+        Checkpoints(tmp_path).save(1, {"policy": {1: 2}})
+    assert not list(tmp_path.iterdir())

@@ -67,6 +67,7 @@ def test_every_experiment_ends_with_its_table(name, small_cifar, in_process, cap
     assert results["command"] in table
     assert "paper" in table.lower()
     assert "results: " in capsys.readouterr().out
+    assert f"]({name}/{name}.png)" in (out / "README.md").read_text()
 
 
 @pytest.mark.long

@@ -1,5 +1,8 @@
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -7,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from streamclr import UserError
-from streamclr.checkpoint import load_tensors
-from streamclr.run import RunConfig, RunDirectory, make_learner, new_directory, open_run_stream, resolved, run
+from streamclr import Learner, UserError
+from streamclr.checkpoint import Checkpoints, Pace, load_tensors
+from streamclr.run import RunConfig, RunDirectory, Stopped, make_learner, new_directory, open_run_stream, resolved, run
 
 
 def make_folder(root, n=20, size=16, classes=("ant", "bee")):
@@ -37,7 +40,7 @@ def test_a_run_leaves_everything_behind(config, tmp_path):
     path, results = run(config)
     assert path == tmp_path / "run"
     names = {"config.json", "journal.jsonl", "model.safetensors", "classifier.safetensors", "classes.json"}
-    assert {p.name for p in path.iterdir()} == names | {"buffer.safetensors", "results.json"}
+    assert {p.name for p in path.iterdir()} == names | {"buffer.safetensors", "results.json", "checkpoints"}
     directory = RunDirectory.existing(path)
     assert directory.results == json.loads(json.dumps(results))
     assert results["images"] == 50
@@ -90,10 +93,10 @@ def test_a_seed_in_the_source_is_the_streams_alone(config):
 
 def test_a_new_run_never_overwrites_an_old_one(config, tmp_path, monkeypatch):
     run(config)
-    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with pytest.raises(UserError, match="exists already"):
         run(config)
-    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
     monkeypatch.chdir(tmp_path)
     paths = [run(dataclasses.replace(config, out=None))[0] for _ in range(2)]
     assert [str(p) for p in paths] == ["runs/folder-contrast", "runs/folder-contrast-2"]
@@ -239,3 +242,122 @@ def test_new_directory_says_when_it_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot make the directory"):
         new_directory(tmp_path / "file" / "below", tmp_path)
+
+
+POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir"]
+
+
+def content(path):
+    """What a run has learned, whatever the clock said."""
+    steps = [{k: v for k, v in step.items() if "seconds" not in k} for step in RunDirectory(path).steps()]
+    states = [load_tensors(path / f"{name}.safetensors") for name in ("model", "buffer", "classifier")]
+    return steps, str([{name: tensor.tolist() for name, tensor in state.items()} for state in states])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_that_is_stopped_at_every_step_is_the_same_run(config, tmp_path, policy, monkeypatch):
+    config = dataclasses.replace(config, policy=policy, images=40)
+    whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    real = Learner.learn_many
+
+    def learn_many(self, images):
+        step = real(self, images)
+        signal.raise_signal(signal.SIGTERM)
+        return step
+
+    monkeypatch.setattr(Learner, "learn_many", learn_many)
+    stopped = dataclasses.replace(config, out=str(tmp_path / "stopped"))
+    for _ in range(4):
+        with pytest.raises(Stopped, match="the same command goes on") as stop:
+            run(stopped)
+        assert stop.value.exit_code == 143
+    path, results = run(stopped)
+    assert results["steps"] == 5
+    assert content(path) == content(whole)
+
+
+def test_resume_finds_the_unfinished_run(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(config, out=None)
+    with pytest.raises(UserError, match="no unfinished run"):
+        run(dataclasses.replace(config, resume=True))
+    finished, _ = run(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pace, "due", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(Stopped) as stop:
+            run(config)
+    assert stop.value.exit_code == 130
+    other = dataclasses.replace(config, lr=2e-3)
+    with pytest.raises(UserError, match="no unfinished run"):
+        run(dataclasses.replace(other, resume=True))
+    path, _ = run(dataclasses.replace(config, resume=True))
+    assert path == finished.with_name(finished.name + "-2")
+    assert "going on after step 1" in capsys.readouterr().err
+    assert content(path) == content(finished)
+    with pytest.raises(UserError, match=r"lr is 0\.001 there, 0\.002 here"):
+        run(dataclasses.replace(other, out=str(path)))
+
+
+def test_two_processes_in_one_run_are_refused(config, tmp_path):
+    directory = RunDirectory.of(resolved(config, open_run_stream(config)))
+    with pytest.raises(UserError, match="another process is learning"):
+        run(config)
+    directory._lock.close()
+    run(config)
+
+
+KILLED = """
+import os, random, signal, sys, threading, time
+from streamclr.cli import main
+from streamclr import checkpoint
+seed, in_save = int(sys.argv[1]), int(sys.argv[2])
+rng = random.Random(seed)
+if in_save:  # at one of the calls of the next save
+    left = [rng.randrange(1, 14)]
+    real = {name: getattr(os, name) for name in ("mkdir", "open", "write", "fsync", "rename")}
+    def wrapped(name):
+        def call(*args, **kwargs):
+            if "checkpoints" in str(args[0]) or isinstance(args[0], int):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return real[name](*args, **kwargs)
+        return call
+    for name in real:
+        setattr(checkpoint.os, name, wrapped(name))
+else:
+    threading.Timer(rng.uniform(0.0, 0.6), os.kill, (os.getpid(), signal.SIGKILL)).start()
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def kill_and_restart(out, words, n_kills, seed):
+    """Start a run again and again, kill it at random moments, half of them inside a save. Returns the kills."""
+    kills = 0
+    for attempt in range(20 * n_kills):
+        if kills == n_kills:
+            break
+        arguments = [str(seed + attempt), str(attempt % 2), *words]
+        ended = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
+        committed = Checkpoints(out / "checkpoints").latest()
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -9, ended.stderr
+        assert "damaged" not in ended.stderr
+        kills += 1
+        assert committed is None or committed[0] >= 0
+    ended = subprocess.run([sys.executable, "-m", "streamclr", *words], capture_output=True, text=True, check=False)
+    assert ended.returncode in (0, 2), ended.stderr  # 2: it was finished already
+    return kills
+
+
+@pytest.mark.parametrize("n_kills", [10, pytest.param(100, marks=pytest.mark.long)])
+def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
+    words = ["run", "--source", "synthetic:?size=8", "--buffer", "8", "--width", "1", "--fractions", "0.1"]
+    words += ["--images", str(80 * n_kills), "--checkpoint-steps", "1", "--probes", "0"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([sys.executable, "-m", "streamclr", *words, "--out", str(whole)], check=True, capture_output=True)
+    kills = kill_and_restart(killed, [*words, "--out", str(killed)], n_kills, seed=0)
+    print(f"{kills} kills")
+    assert kills >= n_kills / 2
+    assert content(killed) == content(whole)

@@ -1,10 +1,19 @@
-"""Weights in safetensors, written whole or not at all."""
+"""Weights and whole states in safetensors, written whole or not at all, and checked before they are used."""
 
+import hashlib
 import json
+import math
 import os
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -75,3 +84,190 @@ def load_encoder(encoder: nn.Module, path: Path) -> None:
         tensors = {key.removeprefix("encoder."): t for key, t in tensors.items() if key.startswith("encoder.")}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("fc.")}
     load_weights(encoder, tensors, str(path))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A checkpoint is a directory, named by the number of its step: state.safetensors with the tensors of a state, and
+# manifest.json with everything else in it and the SHA-256 of both. It appears by one rename: whole or not at all.
+
+
+class Checkpoints:
+    """The last few states of a run, in a directory of its own."""
+
+    def __init__(self, directory: Path, keep: int = 3):
+        self.directory, self.keep = directory, keep
+
+    def save(self, number: int, state: Mapping[str, Any]) -> int:
+        """Write a state, which is on the disk when this returns, and drop the oldest. Returns the bytes written."""
+        final, part = self.directory / f"{number:010}", self.directory / f".part-{number:010}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            os.mkdir(part)
+            tensors: dict[str, Tensor] = {}
+            tree = _without_tensors(state, "", tensors)
+            sha256, n_tensors = _write(part / STATE, _safetensors(tensors))
+            manifest = _manifest({"number": number, "sha256": sha256, "bytes": n_tensors, "state": tree})
+            _, n_manifest = _write(part / MANIFEST, [manifest])
+            _sync(part)
+            shutil.rmtree(final, ignore_errors=True)  # of a run that went back behind it
+            os.rename(part, final)
+            _sync(self.directory)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        for old in self.numbers()[: -self.keep]:
+            shutil.rmtree(self.directory / f"{old:010}", ignore_errors=True)
+        return n_tensors + n_manifest
+
+    def numbers(self) -> list[int]:
+        """The steps of which there is a checkpoint, whole or damaged, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+
+    def latest(self) -> tuple[int, dict[str, Any]] | None:
+        """Number and state of the newest checkpoint that verifies; one that does not is said and passed over."""
+        for number in reversed(self.numbers()):
+            try:
+                return number, self.load(number)
+            except (UserError, OSError) as error:
+                print(f"streamclr: {error}; going back to the checkpoint before", file=sys.stderr)
+        return None
+
+    def load(self, number: int) -> dict[str, Any]:
+        """A state, of which every byte has been checked."""
+        path = self.directory / f"{number:010}"
+        content = _read_manifest(path / MANIFEST)
+        if content["number"] != number:
+            raise UserError(f"{path} is damaged: it is the checkpoint of step {content['number']}")
+        digest = hashlib.sha256()
+        with (path / STATE).open("rb") as file:
+            while part := file.read(2**20):
+                digest.update(part)
+        if digest.hexdigest() != content["sha256"]:
+            raise UserError(f"{path / STATE} is damaged: its checksum differs")
+        return _with_tensors(content["state"], load_tensors(path / STATE))
+
+
+class Pace:
+    """When a checkpoint is due: every so many steps and minutes, more of these if it would be above a GiB an hour."""
+
+    def __init__(self, checkpoints: Checkpoints, minutes: float, steps: int | None = None):
+        if not 0 <= minutes < math.inf:
+            raise UserError(f"checkpoint_minutes is {minutes}: use a number above 0, or 0 for no checkpoints")
+        if steps is not None and steps < 1:
+            raise UserError(f"checkpoint_steps is {steps}: use at least 1")
+        self.checkpoints, self.seconds, self.steps = checkpoints, 60 * minutes, steps
+        self._wait, self._last, self._n_steps = self.seconds, time.monotonic(), 0
+        self.n_failed = 0
+
+    def due(self) -> bool:
+        """To be asked once after each step."""
+        self._n_steps += 1
+        return self._n_steps == self.steps or time.monotonic() - self._last >= self._wait
+
+    def save(self, number: int, state: Mapping[str, Any]) -> None:
+        """A disk that is full or fails is said, and the run goes on: the checkpoints before this one are whole."""
+        try:
+            n_bytes = self.checkpoints.save(number, state)
+            self._wait = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR)
+        except OSError as error:
+            self.n_failed += 1
+            print(f"streamclr: no checkpoint of step {number} ({error.strerror or error}): going on", file=sys.stderr)
+        self._last, self._n_steps = time.monotonic(), 0
+
+
+MOST_AN_HOUR = 2**30  # bytes
+STATE, MANIFEST = "state.safetensors", "manifest.json"
+_TENSOR = "$tensor"  # in the manifest stands {"$tensor": name} for a tensor
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree with a name for each tensor, which goes into `tensors`."""
+    if isinstance(tree, Tensor):
+        tensors[name] = tree
+        return {_TENSOR: name}
+    if isinstance(tree, Mapping):
+        if bad := [key for key in tree if not isinstance(key, str) or key == _TENSOR]:
+            raise UserError(f"{name} cannot be saved: the keys of a state are text, not {bad[0]!r}")
+        return {key: _without_tensors(value, f"{name}/{key}" if name else key, tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_without_tensors(value, f"{name}/{i}", tensors) for i, value in enumerate(tree)]
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise UserError(f"{name} cannot be saved: a state has tensors, numbers and text, not {type(tree).__name__}")
+
+
+def _with_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if tree.keys() == {_TENSOR}:
+            return tensors[tree[_TENSOR]]
+        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
+    return [_with_tensors(value, tensors) for value in tree] if isinstance(tree, list) else tree
+
+
+def _safetensors(tensors: dict[str, Tensor]) -> Iterable[bytes | memoryview]:
+    """The parts of a safetensors file, a tensor at a time, so that it is never in memory as a whole."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in tensors.values():
+        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """Onto the disk itself. Returns the SHA-256 and the size of what was written."""
+    digest, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for part in parts:
+            digest.update(part)
+            size += len(part)
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return digest.hexdigest(), size
+
+
+def _sync(directory: Path) -> None:
+    """Names in a directory are on the disk only after this."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _manifest(content: dict[str, Any]) -> bytes:
+    """A line with the checksum of the rest, and the content in JSON."""
+    text = json.dumps(content, allow_nan=True).encode()
+    return json.dumps({"manifest_sha256": hashlib.sha256(text).hexdigest()}).encode() + b"\n" + text + b"\n"
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    raw = path.read_bytes()
+    with suppress(ValueError, KeyError, TypeError, UnicodeDecodeError):
+        content = json.loads(raw.partition(b"\n")[2])
+        if raw == _manifest(content):  # byte by byte, its checksum included
+            return content
+    raise UserError(f"{path} is damaged: its checksum differs")

@@ -22,6 +22,7 @@ from streamclr.report import Table, labels_heading, percent, results_table, writ
 from streamclr.run import (
     RunConfig,
     RunDirectory,
+    Stopped,
     evaluate_run,
     open_run_stream,
     option,
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a directory that may not be read
         print(f"streamclr: {error.strerror or error}: {error.filename or 'no file named'}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"streamclr: {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print("streamclr: interrupted", file=sys.stderr)
         return 130

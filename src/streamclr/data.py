@@ -220,7 +220,7 @@ def _downloaded(known: Dataset) -> tuple[Splits, str]:
                 continue
             if splits is not None:
                 return splits, origin.name
-    files = ", ".join(url.rsplit("/", 1)[1] for url in known.urls)
+    files = ", ".join(url.rsplit("/", 1)[1] for url in known.urls) or known.places[0]
     raise UserError(
         f"cannot get {known.title} ({'; '.join(tried)}): fetch {files} elsewhere and give it with --from PATH"
     )

@@ -1,13 +1,18 @@
 """A run directory: configuration, journal, weights and results, and the loop around the learner."""
 
 import dataclasses
+import fcntl
 import inspect
 import itertools
 import json
 import math
+import os
+import shutil
+import signal
 import sys
+import threading
 import typing
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +20,16 @@ from typing import Any, TextIO
 import torch
 
 from streamclr import options as opts
-from streamclr.checkpoint import json_line, load_encoder, load_tensors, load_weights, save_tensors, write_json
+from streamclr.checkpoint import (
+    Checkpoints,
+    Pace,
+    json_line,
+    load_encoder,
+    load_tensors,
+    load_weights,
+    save_tensors,
+    write_json,
+)
 from streamclr.classifier import Classifier, curve_point, draw_labelled, evaluate, evaluate_supervised
 from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet, seeded
 from streamclr.errors import UserError
@@ -59,9 +73,14 @@ class RunConfig:
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
+    checkpoint_minutes: float = option(10, "minutes between two checkpoints, more if they are large; 0 for none")
+    checkpoint_steps: int | None = option(None, "a checkpoint every so many steps too")
+    resume: bool = option(
+        False, "go on with the newest unfinished run of these options [without: only if --out is one]"
+    )
     seed: int = option(0, "of the stream, the weights, the views and the draws")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
-    out: str | None = option(None, "the run directory, which must be new [runs/SOURCE-POLICY]")
+    out: str | None = option(None, "the run directory, new or with this run unfinished in it [runs/SOURCE-POLICY]")
 
     @property
     def label_fractions(self) -> tuple[float, ...]:
@@ -71,21 +90,21 @@ class RunConfig:
 def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
     """Learn and evaluate: the whole job of one run. Returns its directory and its results."""
     config, stream, learner = prepare(config)
-    directory = RunDirectory.new(config)
-    try:
-        seconds = learn(config, learner, stream, directory)
-    except UserError:
-        directory.remove_if_empty()
-        raise
-    directory.save_model(learner.model)
-    directory.save_buffer(learner, stream)
-    results = {
-        "images": learner.buffer.n_seen,
-        "steps": learner.n_steps,
-        "seconds_learning": seconds,
-        **evaluate_run(config, learner.model, stream, directory),
-    }
-    directory.save_results(results)
+    with closing(RunDirectory.of(config)) as directory:
+        try:
+            seconds = learn(config, learner, stream, directory)
+        except UserError:
+            directory.remove_if_empty()
+            raise
+        directory.save_model(learner.model)
+        directory.save_buffer(learner, stream)
+        results = {
+            "images": learner.buffer.n_seen,
+            "steps": learner.n_steps,
+            "seconds_learning": seconds,
+            **evaluate_run(config, learner.model, stream, directory),
+        }
+        directory.save_results(results)
     return directory.path, results
 
 
@@ -106,15 +125,21 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Stream, Learner]:
 
 
 def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDirectory") -> float:
-    """The loop: every segment of the stream goes to the learner, every step into the journal. Returns its seconds."""
+    """The loop: every segment of the stream goes to the learner, every step into the journal. Returns its seconds.
+
+    It goes on from the last checkpoint of the directory, if there is one; the steps after that are redone.
+    """
     assert config.images is not None
     assert config.segment is not None
     train, test = stream.source.train, stream.source.test
     n_steps = -(-config.images // config.segment)
     mix_every = max(1, n_steps // 200)
     curve_every = -(-n_steps // max(1, config.probes))
-    seconds = 0.0
-    with directory.journal() as journal, Progress(f"learning ({config.policy})", config.images) as bar:
+    seconds = directory.restore(learner, stream)
+    checkpoints = Pace(directory.checkpoints, config.checkpoint_minutes, config.checkpoint_steps)
+    asked = StopSignal()
+    with asked, directory.journal() as journal, Progress(f"learning ({config.policy})", config.images) as bar:
+        bar.advance(stream.position)
         for images in stream.segments(config.segment, until=config.images):
             step = learner.learn_many(images)
             seconds += step.seconds_scoring + step.seconds_training
@@ -127,7 +152,43 @@ def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDi
             journal.write(json_line(line))
             journal.flush()
             bar.advance(len(images), str(step))
+            last = stream.position >= config.images
+            if (checkpoints.due() or asked.signal or last) and config.checkpoint_minutes:
+                os.fsync(journal.fileno())
+                state = {"learner": learner.state_dict(), "stream": stream.state_dict(), "seconds": seconds}
+                checkpoints.save(step.number, state | {"journal_bytes": os.fstat(journal.fileno()).st_size})
+            if asked.signal and not last:
+                raise Stopped(
+                    asked.signal, f"stopped after step {step.number}, the same command goes on: {directory.path}"
+                )
     return seconds
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop, and it has, after a checkpoint."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+class StopSignal:
+    """SIGTERM and SIGINT (Ctrl-C) end the loop after the step at hand; the second one at once."""
+
+    signal = 0
+
+    def __enter__(self) -> None:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _note(self, number: int, _: object) -> None:
+        self.signal = number
+        self.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def open_run_stream(config: RunConfig) -> Stream:
@@ -244,18 +305,67 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def new(cls, config: RunConfig) -> "RunDirectory":
-        """A directory of its own for a new run: never one that exists."""
-        name = f"{split_source(config.source)[0]}-{opts.split(config.policy)[0]}"
-        path = new_directory(config.out, Path("runs") / name)
-        write_json(path / "config.json", asdict(config) | {"out": None})
-        return cls(path)
+    def of(cls, config: RunConfig) -> "RunDirectory":
+        """The directory in which the same run was left unfinished, or a new one; for this process alone."""
+        default = Path("runs") / f"{split_source(config.source)[0]}-{opts.split(config.policy)[0]}"
+        places = [Path(config.out)] if config.out else _newest_first(default) if config.resume else []
+        for directory in (cls(place) for place in places if (place / "config.json").is_file()):
+            different = directory.differences(config)
+            if config.out and different:
+                raise UserError(f"{directory.path} has a run with other options ({different[0]}): give another --out")
+            if config.out and directory.results is not None:
+                raise UserError(f"{directory.path} exists already, and its run is finished: give another --out")
+            if not different and directory.results is None:
+                directory.lock()
+                return directory
+        if config.resume and not config.out:
+            raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
+        directory = cls(new_directory(config.out, default))
+        write_json(directory.path / "config.json", asdict(config) | {"out": None, "resume": False})
+        directory.lock()
+        return directory
+
+    def differences(self, config: RunConfig) -> list[str]:
+        """The options that another run has otherwise than this one."""
+        ours, theirs = asdict(self.config), asdict(config)
+        names = [name for name in ours if name not in NOT_THE_RUNS and ours[name] != theirs[name]]
+        return [f"{name} is {ours[name]} there, {theirs[name]} here" for name in names]
+
+    def lock(self) -> None:
+        """For this process, until it closes the directory or ends."""
+        self._lock = (self.path / "config.json").open("rb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is learning in {self.path}: wait for it, or give another --out") from None
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints")
+
+    def restore(self, learner: Learner, stream: Stream) -> float:
+        """Bring learner, stream and journal to the last checkpoint that is whole. Returns the seconds of learning."""
+        found = self.checkpoints.latest()
+        n_bytes = 0 if found is None else found[1]["journal_bytes"]
+        if (journal := self.path / "journal.jsonl").exists():
+            os.truncate(journal, n_bytes)
+        if found is None:
+            return 0.0
+        number, state = found
+        learner.load_state_dict(state["learner"])
+        stream.load_state_dict(state["stream"])
+        print(f"going on after step {number}, image {stream.position:,}", file=sys.stderr)
+        return state["seconds"]
 
     def remove_if_empty(self) -> None:
         """Take back a run that failed before its first step; a journal that tells something stays."""
         if not self.steps():
             for name in ("config.json", "journal.jsonl"):
                 (self.path / name).unlink(missing_ok=True)
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
             self.path.rmdir()
 
     @classmethod
@@ -344,6 +454,16 @@ class RunDirectory:
 
     def save_results(self, results: dict[str, Any]) -> None:
         write_json(self.path / "results.json", results)
+
+
+# Options that change where and how a run is kept, not what it learns.
+NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps")
+
+
+def _newest_first(default: Path) -> list[Path]:
+    """runs/NAME and runs/NAME-2, … as `new_directory` makes them."""
+    found = [path for path in default.parent.glob(f"{default.name}*") if path.is_dir()]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def new_directory(asked: str | Path | None, default: Path) -> Path:

@@ -92,10 +92,21 @@ def reproduce(config: ReproduceConfig) -> Path:
     )
     sections = [f"**{t.title}**\n\n{t.markdown()}" + (f"\n{t.note}\n" if t.note else "") for t in findings.tables]
     (directory / "table.md").write_text("\n".join([*sections, note, ""]), encoding="utf-8")
+    write_index(lab.out)
     for table in findings.tables:
         table.print()
     print(note.replace("`", ""), file=sys.stderr)
     return directory
+
+
+def write_index(out: Path) -> None:
+    """README.md: the tables and plots of all experiments in a directory."""
+    parts = ["# What the experiments measured", "Written by `streamclr reproduce`; what it means is in docs/log.md."]
+    for name, experiment in EXPERIMENTS.items():
+        if (table := out / name / "table.md").exists():
+            about = (sys.modules[experiment.__module__].__doc__ or "").strip()
+            parts += [f"## {name}", about, table.read_text("utf-8").strip(), f"![{name}]({name}/{name}.png)"]
+    (out / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def machine() -> str:

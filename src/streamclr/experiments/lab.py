@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,14 +26,33 @@ from streamclr import options as opts
 from streamclr.checkpoint import write_json
 from streamclr.errors import UserError
 from streamclr.progress import Progress
-from streamclr.run import RunConfig, RunDirectory, make_learner, open_run_stream, read_json, resolved, run
+from streamclr.run import (
+    NOT_THE_RUNS,
+    RunConfig,
+    RunDirectory,
+    Stopped,
+    make_learner,
+    open_run_stream,
+    read_json,
+    resolved,
+    run,
+)
 from streamclr.stream import Stream
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and the fixed ones of two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is the exact one in both: no table depends on what is fast on a machine.
 SCALES = {
     "paper": RunConfig(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
-    "cpu": RunConfig(source="cifar10", stc=500, width=16, stem="imagenet", lr=1e-3, images=500_000, probes=20),
+    "cpu": RunConfig(
+        source="cifar10",
+        stc=500,
+        width=16,
+        stem="imagenet",
+        lr=1e-3,
+        images=500_000,
+        probes=20,
+        checkpoint_minutes=1,
+    ),
 }
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -53,7 +71,13 @@ class Job:
 
     @property
     def key(self) -> str:
-        known_by = json.dumps([self.function, self.arguments], sort_keys=True)
+        """What tells it from others: its function, and its arguments that are not the default ones."""
+        special = {
+            name: value
+            for name, value in self.arguments.items()
+            if name not in NOT_THE_RUNS and value != getattr(RunConfig, name)
+        }
+        known_by = json.dumps([self.function, special], sort_keys=True)
         return f"{self.title}-{hashlib.sha256(known_by.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
 
 
@@ -114,7 +138,7 @@ class Lab:
         try:
             _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
         except UserError as error:
-            print(f"{dataset} is left out: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"{dataset} is left out, --data says where it is: {' '.join(str(error).split())}", file=sys.stderr)
             return False
         return True
 
@@ -165,9 +189,7 @@ class Lab:
 
     def _prepare(self, job: Job) -> Path:
         directory = self._directory(job)
-        if directory.exists():
-            shutil.rmtree(directory)  # a job that was interrupted
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)  # it exists if the job was interrupted: then it goes on
         write_json(directory / "job.json", asdict(job))
         return directory
 
@@ -283,8 +305,9 @@ def _open(config: RunConfig, data_dir: Path | None) -> Stream:
 
 def learn(directory: Path, **config: Any) -> Result:
     """A run: its results, and what its journal says over time."""
-    path, results = run(RunConfig(**config, out=str(directory / "run")))
-    steps = RunDirectory(path).steps()
+    own = RunDirectory(directory / "run")
+    results = own.results or run(RunConfig(**config, out=str(own.path)))[1]
+    steps = own.steps()
     spent, curve = 0.0, []
     for step in steps:
         spent += step["seconds_scoring"] + step["seconds_training"]
@@ -322,5 +345,5 @@ if __name__ == "__main__":
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         do_job(Path(sys.argv[1]))
-    except UserError as error:
+    except (UserError, Stopped) as error:
         sys.exit(str(error))

@@ -53,7 +53,7 @@ def sweep(lab: Lab) -> Findings:
 def validate(directory: Path, **config: Any) -> Result:
     """A run that is tested on a fifth of the training images, which the classifier does not see."""
     one, stream, learner = prepare(RunConfig(**config, out=str(directory / "run")))
-    seconds = learn(one, learner, stream, RunDirectory.new(one))
+    seconds = learn(one, learner, stream, RunDirectory.of(one))
     train = stream.source.train
     assert train is not None
     known, held_back = (
