@@ -172,9 +172,9 @@ from streamclr.encoder import seeded
 keep_freed_memory()
 stream = open_stream("cifar10", stc=500, seed=$seed)
 with seeded($seed):
-    encoder = resnet18(16, stem="imagenet")
+    encoder = resnet18(8, stem="half")
 policy = ContrastScoring(50, precision=$precision)
-learner = Learner(encoder, policy, buffer_size=256, lr=1e-3, seed=$seed, device="cpu")
+learner = Learner(encoder, policy, buffer_size=256, lr=3e-3, seed=$seed, device="cpu")
 for images in stream.segments(256, until=$images):
     learner.learn_many(images)
 train, test = stream.source.train, stream.source.test
@@ -226,7 +226,7 @@ def long_runs(n_images: int = 20_480, n_streamed: int = 200_000) -> None:
     for precision, name in (("fp32", "exact"), ("int8", "fast (int8)")):
         values, each = by[precision], " ".join(f"{value:.1f}" for value in by[precision])
         row(
-            f"kNN accuracy on CIFAR-10, imagenet stem, width 16, {n_images:,} images, T = 50, seeds 0, 1, 2: {name}",
+            f"kNN accuracy on CIFAR-10, half stem, width 8, {n_images:,} images, T = 50, seeds 0, 1, 2: {name}",
             f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f} % ({each})",
         )
     difference = statistics.mean(by["int8"]) - statistics.mean(by["fp32"])

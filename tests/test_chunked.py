@@ -21,7 +21,7 @@ def loss(z):
 
 @pytest.mark.parametrize("make", [resnet18, resnet34, resnet50])
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize(("stem", "size"), [("small", 12), ("imagenet", 40)])
+@pytest.mark.parametrize(("stem", "size"), [("small", 12), ("half", 20), ("imagenet", 40)])
 @pytest.mark.parametrize("chunk_size", [1, 5, 23])
 def test_chunked_gradient_is_the_plain_one(make, norm, stem, size, chunk_size):
     """In double precision, where what is left is not rounding: gradients, loss and running statistics."""

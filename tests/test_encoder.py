@@ -37,7 +37,7 @@ def test_resnet18_has_torchvisions_names():
 
 @pytest.mark.parametrize("make", [resnet18, resnet34, resnet50])
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize(("stem", "side"), [("small", 16), ("imagenet", 64)])
+@pytest.mark.parametrize(("stem", "side"), [("small", 16), ("half", 32), ("imagenet", 64)])
 def test_maps_images_to_features(make, norm, stem, side):
     encoder = make(width=4, stem=stem, norm=norm)
     features = encoder(torch.rand(2, 3, side, side))

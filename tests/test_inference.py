@@ -42,7 +42,7 @@ def images():
 
 
 @pytest.mark.parametrize("make", [resnet18, resnet50])
-@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
+@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("half", 24), ("imagenet", 48)])
 def test_folded_is_the_model(make, stem, size):
     model = trained(make, size, steps=2, width=8, stem=stem)
     images = random_images(20, size=size)
@@ -50,7 +50,7 @@ def test_folded_is_the_model(make, stem, size):
 
 
 @pytest.mark.parametrize("make", [resnet18, resnet50])
-@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("imagenet", 48)])
+@pytest.mark.parametrize(("stem", "size"), [("small", 16), ("half", 24), ("imagenet", 48)])
 @pytest.mark.parametrize("precision", ["int8", "half"])
 def test_fast_is_near_exact_for_every_shape_of_encoder(make, stem, size, precision):
     model = trained(make, size, steps=2, width=8, stem=stem)

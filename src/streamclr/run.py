@@ -60,7 +60,9 @@ class RunConfig:
     updates: int = option(1, "updates of the model in one step")
     encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
     width: int = option(64, "channels of the encoder's first stage")
-    stem: str | None = option(None, "small (3x3) or imagenet (7x7 and max-pool) [small below 64 px]")
+    stem: str | None = option(
+        None, "small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
+    )
     norm: str = option("batch", "batch or group")
     init: str | None = option(None, "start from these encoder weights (.safetensors, torchvision's names)")
     lr: float = option(1e-4, "learning rate of Adam")

@@ -46,9 +46,9 @@ SCALES = {
     "cpu": RunConfig(
         source="cifar10",
         stc=500,
-        width=16,
-        stem="imagenet",
-        lr=1e-3,
+        width=8,
+        stem="half",
+        lr=3e-3,
         images=500_000,
         probes=20,
         checkpoint_minutes=1,

@@ -16,7 +16,7 @@ from streamclr.sources.dataset import ArrayImages
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ENCODERS = (("small", 4), ("imagenet", 8), ("imagenet", 16))
+ENCODERS = (("small", 4), ("half", 8), ("imagenet", 8), ("imagenet", 16))
 RATES = (3e-4, 1e-3, 3e-3)
 
 
