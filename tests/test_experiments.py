@@ -32,11 +32,20 @@ def write_cifar10(directory, n_each=100, n_test=5):
         (folder / name).write_bytes(np.concatenate([labels, images], 1).tobytes())
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A directory with a small CIFAR-10, in which experiments share their runs."""
+    path = tmp_path_factory.mktemp("experiments")
+    write_cifar10(path / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREAMCLR_DATA", str(path / "data"))
+        data.get("cifar10")
+        yield path
+
+
 @pytest.fixture
-def small_cifar(tmp_path, monkeypatch):
-    write_cifar10(tmp_path / "data")
-    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "data"))
-    data.get("cifar10")
+def small_cifar(shared, tmp_path):
+    """A new directory beside it."""
     return tmp_path
 
 
@@ -55,8 +64,8 @@ QUICK = ["--images", "300", "--seeds", "1"]
 
 
 @pytest.mark.parametrize("name", [n for n in EXPERIMENTS if n not in ("stc", "budget", "sweep")])
-def test_every_experiment_ends_with_its_table(name, small_cifar, in_process, capsys):
-    out = small_cifar / "out"
+def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys):
+    out = shared / "out"
     assert main(["reproduce", name, *QUICK, "--out", str(out)]) == 0
     written = {path.name for path in (out / name).iterdir()}
     assert written == {"results.json", "table.md", f"{name}.png", f"{name}.svg"}
@@ -72,9 +81,9 @@ def test_every_experiment_ends_with_its_table(name, small_cifar, in_process, cap
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["stc", "budget", "sweep"])
-def test_the_larger_experiments_too(name, small_cifar, in_process, capsys):
-    assert main(["reproduce", name, *QUICK, "--out", str(small_cifar / "out")]) == 0
-    assert (small_cifar / "out" / name / "table.md").exists()
+def test_the_larger_experiments_too(name, shared, in_process, capsys):
+    assert main(["reproduce", name, *QUICK, "--out", str(shared / "out")]) == 0
+    assert (shared / "out" / name / "table.md").exists()
 
 
 def test_experiments_share_runs(small_cifar):

@@ -227,6 +227,8 @@ def _downloaded(known: Dataset) -> tuple[Splits, str]:
 
 
 def _from_site(known: Dataset, directory: Path) -> Path:
+    if not known.urls:
+        raise UserError("no site has it")
     file = directory
     for url, md5 in known.urls.items():
         file = directory / url.rsplit("/", 1)[1]
