@@ -264,9 +264,10 @@ def map_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Te
     device = next((p.device for p in model.parameters()), images.device)
     pixels_at_once = getattr(model, "pixels_at_once", ContrastiveModel.pixels_at_once)
     chunk_size = max(1, pixels_at_once // (images.shape[-2] * images.shape[-1]))
+    # The last chunk is filled up: oneDNN compiles and keeps kernels for every size that it meets.
+    unit = 8 if len(images) < chunk_size else 32
     parts = []
     for chunk in images.split(chunk_size):
-        # The last chunk to a multiple of 8: oneDNN compiles and keeps kernels for every size that it meets.
-        full = F.pad(chunk, (0,) * 7 + (min(-len(chunk) % 8, chunk_size - len(chunk)),))
+        full = F.pad(chunk, (0,) * 7 + (min(-len(chunk) % unit, chunk_size - len(chunk)),))
         parts.append(function(as_float(full.to(device)))[: len(chunk)])
     return torch.cat(parts)
