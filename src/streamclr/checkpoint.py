@@ -101,7 +101,8 @@ class Checkpoints:
         """Write a state, which is on the disk when this returns, and drop the oldest. Returns the bytes written."""
         final, part = self.directory / f"{number:010}", self.directory / f".part-{number:010}"
         self.directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        for left in self.directory.glob(".part-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         try:
             os.mkdir(part)
             tensors: dict[str, Tensor] = {}
@@ -119,6 +120,12 @@ class Checkpoints:
         for old in self.numbers()[: -self.keep]:
             shutil.rmtree(self.directory / f"{old:010}", ignore_errors=True)
         return n_tensors + n_manifest
+
+    def drop_after(self, number: int) -> None:
+        """Forget what came after a step, because the run goes on from there."""
+        for later in self.numbers():
+            if later > number:
+                shutil.rmtree(self.directory / f"{later:010}")
 
     def numbers(self) -> list[int]:
         """The steps of which there is a checkpoint, whole or damaged, oldest first."""
@@ -155,7 +162,7 @@ class Pace:
 
     def __init__(self, checkpoints: Checkpoints, minutes: float, steps: int | None = None):
         if not 0 <= minutes < math.inf:
-            raise UserError(f"checkpoint_minutes is {minutes}: use a number above 0, or 0 for no checkpoints")
+            raise UserError(f"checkpoint_minutes is {minutes}: use a number above 0, or 0 for none but the last")
         if steps is not None and steps < 1:
             raise UserError(f"checkpoint_steps is {steps}: use at least 1")
         self.checkpoints, self.seconds, self.steps = checkpoints, 60 * minutes, steps
@@ -165,17 +172,20 @@ class Pace:
     def due(self) -> bool:
         """To be asked once after each step."""
         self._n_steps += 1
-        return self._n_steps == self.steps or time.monotonic() - self._last >= self._wait
+        in_time = bool(self.seconds) and time.monotonic() - self._last >= self._wait
+        return self._n_steps == self.steps or in_time
 
-    def save(self, number: int, state: Mapping[str, Any]) -> None:
+    def save(self, number: int, state: Mapping[str, Any]) -> bool:
         """A disk that is full or fails is said, and the run goes on: the checkpoints before this one are whole."""
+        self._last, self._n_steps = time.monotonic(), 0
         try:
             n_bytes = self.checkpoints.save(number, state)
             self._wait = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR)
         except OSError as error:
             self.n_failed += 1
             print(f"streamclr: no checkpoint of step {number} ({error.strerror or error}): going on", file=sys.stderr)
-        self._last, self._n_steps = time.monotonic(), 0
+            return False
+        return True
 
 
 MOST_AN_HOUR = 2**30  # bytes

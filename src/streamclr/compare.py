@@ -48,6 +48,8 @@ def compare(
         raise UserError(f"seeds is {config.seeds}: use at least 1")
     if config.policy != RunConfig.policy:
         raise UserError(f"--policy {config.policy} is for one run: compare takes --policies")
+    if config.resume:
+        raise UserError("--resume is for streamclr run: compare starts its runs anew")
     if len(set(policies)) < len(policies):
         raise UserError(f"--policies {config.policies} names a policy twice: name each once")
     if config.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):

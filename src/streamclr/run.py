@@ -75,7 +75,9 @@ class RunConfig:
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
-    checkpoint_minutes: float = option(10, "minutes between two checkpoints, more if they are large; 0 for none")
+    checkpoint_minutes: float = option(
+        10, "minutes between two checkpoints, more if they are large; 0: only at the end and when stopped"
+    )
     checkpoint_steps: int | None = option(None, "a checkpoint every so many steps too")
     resume: bool = option(
         False, "go on with the newest unfinished run of these options [without: only if --out is one]"
@@ -154,15 +156,16 @@ def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDi
             journal.write(json_line(line))
             journal.flush()
             bar.advance(len(images), str(step))
-            last = stream.position >= config.images
-            if (checkpoints.due() or asked.signal or last) and config.checkpoint_minutes:
+            saved = False
+            if checkpoints.due() or asked.signal or stream.position >= config.images:
                 os.fsync(journal.fileno())
                 state = {"learner": learner.state_dict(), "stream": stream.state_dict(), "seconds": seconds}
-                checkpoints.save(step.number, state | {"journal_bytes": os.fstat(journal.fileno()).st_size})
-            if asked.signal and not last:
-                raise Stopped(
-                    asked.signal, f"stopped after step {step.number}, the same command goes on: {directory.path}"
+                saved = checkpoints.save(step.number, state | {"journal_bytes": os.fstat(journal.fileno()).st_size})
+            if asked.signal:
+                how = (
+                    f"streamclr run with the same options and --out {directory.path} goes on" if saved else "not saved"
                 )
+                raise Stopped(asked.signal, f"stopped after step {step.number}: {how}")
     return seconds
 
 
@@ -350,13 +353,18 @@ class RunDirectory:
 
     def restore(self, learner: Learner, stream: Stream) -> float:
         """Bring learner, stream and journal to the last checkpoint that is whole. Returns the seconds of learning."""
-        found = self.checkpoints.latest()
-        n_bytes = 0 if found is None else found[1]["journal_bytes"]
-        if (journal := self.path / "journal.jsonl").exists():
-            os.truncate(journal, n_bytes)
+        found, journal = self.checkpoints.latest(), self.path / "journal.jsonl"
         if found is None:
+            self.checkpoints.drop_after(0)
+            if journal.exists() and journal.stat().st_size:
+                print(f"no whole checkpoint in {self.path}: the run begins anew", file=sys.stderr)
+                os.truncate(journal, 0)
             return 0.0
         number, state = found
+        if not journal.exists() or journal.stat().st_size < state["journal_bytes"]:
+            raise UserError(f"{journal} is shorter than when step {number} was saved: give another --out")
+        self.checkpoints.drop_after(number)
+        os.truncate(journal, state["journal_bytes"])
         learner.load_state_dict(state["learner"])
         stream.load_state_dict(state["stream"])
         print(f"going on after step {number}, image {stream.position:,}", file=sys.stderr)

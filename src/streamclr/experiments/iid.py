@@ -30,7 +30,7 @@ def iid(lab: Lab) -> Findings:
 
     def recovered(row: str, key: str) -> str:
         floor, top = (mean(measured[end][key]) for end in ("fifo", "iid"))
-        return "–" if abs(top - floor) < 1e-9 else f"{100 * (mean(measured[row][key]) - floor) / (top - floor):.0f} %"
+        return "–" if top - floor < 1 else f"{100 * (mean(measured[row][key]) - floor) / (top - floor):.0f} %"
 
     rows = [
         [

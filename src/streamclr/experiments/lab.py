@@ -197,7 +197,9 @@ class Lab:
         directory = self._prepare(job)
         env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.workers))}
         if self.device == "cuda":
-            env["CUDA_VISIBLE_DEVICES"] = str(worker % torch.cuda.device_count())
+            given = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+            env["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
         with (directory / "log.txt").open("wb") as log:
             # The pipe to its standard input closes when this process ends, however it ends, and so ends the job.
             return subprocess.Popen(

@@ -21,14 +21,15 @@ RATES = (3e-4, 1e-3, 3e-3)
 
 
 def sweep(lab: Lab) -> Findings:
+    images = lab.images or 100_000
     jobs = {}
     for stem, width in ENCODERS:
         for lr in RATES:
-            runs = lab.runs(policy="random", images=100_000, stem=stem, width=width, lr=lr, probes=0)
+            runs = lab.runs(policy="random", images=images, stem=stem, width=width, lr=lr, probes=0)
             jobs[f"{stem}, {width}, {lr:g}"] = [replace(job, function=f"{__name__}:validate") for job in runs]
     results = lab.do(jobs)
     measured = {
-        row: {"accuracy": accuracy(own, ALL), "minutes": [5 * result["seconds"] / 60 for result in own]}
+        row: {"accuracy": accuracy(own, ALL), "minutes": [500_000 / images * result["seconds"] / 60 for result in own]}
         for row, own in results.items()
     }
     table = Table(
@@ -47,7 +48,7 @@ def sweep(lab: Lab) -> Findings:
         axes.set_xlabel("learning rate")
         axes.legend(fontsize=8)
 
-    return Findings([table], measured, "Accuracy of Random Replace after 100,000 images, %", draw)
+    return Findings([table], measured, f"Accuracy of Random Replace after {images:,} images, %", draw)
 
 
 def validate(directory: Path, **config: Any) -> Result:
