@@ -54,19 +54,22 @@ def test_memory_and_compile_exclude_each_other():
 
 
 @pytest.mark.parametrize(("norm", "extra"), [("group", 40), ("batch", 120)])
-def test_the_peak_is_as_predicted_and_within_the_budget(norm, extra):
-    """In a process of its own; width 32 is wide enough for the activations to matter."""
+def test_the_peak_is_as_predicted_and_within_the_budget(norm, extra, tmp_path):
+    """In a process of its own, a checkpoint included; width 32 is wide enough for the activations to matter."""
     code = f"""
 import json, torch
 torch.set_num_threads(1)
+from pathlib import Path
 from streamclr import Learner, resnet18
 from streamclr.budget import MIB, peak, resident
+from streamclr.checkpoint import Checkpoints
 learner = Learner(resnet18(32, norm={norm!r}), buffer_size=64, device="cpu", memory="100G")
 images = torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8)
 learner.fit(images.shape)
 learner.memory, learner.plan = resident() + {extra} * MIB, None
-for _ in range(2):
+for number in range(2):
     learner.learn_many(images)
+    Checkpoints(Path({str(tmp_path)!r})).save(number, learner.state_dict(copy=False))
 print(json.dumps([learner.memory, learner.plan.chunk_size, learner.plan.peak, peak()]))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

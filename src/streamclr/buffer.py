@@ -123,14 +123,9 @@ class Buffer:
             return self.images
         return self.images[torch.randperm(self._n, generator=generator, device=self.device)[:n]]
 
-    def state_dict(self) -> dict[str, Tensor | int]:
-        return {
-            "images": self.images.clone(),
-            "scores": self.scores.clone(),
-            "ages": self.ages.clone(),
-            "arrivals": self.arrivals.clone(),
-            "n_seen": self.n_seen,
-        }
+    def state_dict(self, copy: bool = True) -> dict[str, Tensor | int]:
+        columns = {"images": self.images, "scores": self.scores, "ages": self.ages, "arrivals": self.arrivals}
+        return {**{name: t.clone() if copy else t for name, t in columns.items()}, "n_seen": self.n_seen}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         columns = [state[name] for name in ("images", "scores", "ages", "arrivals")]

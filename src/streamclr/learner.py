@@ -177,13 +177,17 @@ class Learner:
                 self.model.pixels_at_once = max(1, self.plan.chunk_size // 2) * shape[-2] * shape[-1]
         return self.plan
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+        """Everything that the next step depends on.
+
+        copy: False gives the tensors themselves, for one who is done with them before the next step.
+        """
+        model = self.model.state_dict()
         return {
             "n_steps": self.n_steps,
-            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
-            "buffer": self.buffer.state_dict(),
+            "model": {name: tensor.clone() for name, tensor in model.items()} if copy else model,
+            "optimizer": self.optimizer.state_dict(copy),
+            "buffer": self.buffer.state_dict(copy),
             "policy": self.policy.state_dict() if hasattr(self.policy, "state_dict") else {},
             "generator": self.generator.get_state(),
         }

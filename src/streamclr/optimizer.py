@@ -54,8 +54,8 @@ class Adam:
             maximize=False,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: [tensor.clone() for tensor in column] for name, column in self._columns.items()}
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+        return {name: [t.clone() if copy else t for t in column] for name, column in self._columns.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, column in self._columns.items():

@@ -159,7 +159,7 @@ def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDi
             saved = False
             if checkpoints.due() or asked.signal or stream.position >= config.images:
                 os.fsync(journal.fileno())
-                state = {"learner": learner.state_dict(), "stream": stream.state_dict(), "seconds": seconds}
+                state = {"learner": learner.state_dict(copy=False), "stream": stream.state_dict(), "seconds": seconds}
                 saved = checkpoints.save(step.number, state | {"journal_bytes": os.fstat(journal.fileno()).st_size})
             if asked.signal:
                 how = (
