@@ -18,7 +18,7 @@ from streamclr.experiments import lab as lab_module
 from streamclr.experiments.findings import against, images_to_reach, spread
 from streamclr.experiments.gradient import eq4
 from streamclr.experiments.iid import at_equal_seconds
-from streamclr.experiments.lab import Lab, do_job
+from streamclr.experiments.lab import Clock, Lab, do_job
 
 
 def write_cifar10(directory, n_each=100, n_test=5):
@@ -55,7 +55,8 @@ def in_process(monkeypatch):
 
     def work(self, jobs):
         for job in jobs:
-            do_job(self._prepare(job))
+            directory = self._prepare(job)
+            do_job(directory, Clock(directory))
 
     monkeypatch.setattr(Lab, "_work", work)
 
@@ -67,23 +68,24 @@ QUICK = ["--images", "300", "--seeds", "1"]
 def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys):
     out = shared / "out"
     assert main(["reproduce", name, *QUICK, "--out", str(out)]) == 0
-    written = {path.name for path in (out / name).iterdir()}
+    quick = f"{name}-300"  # beside the whole experiment, not in its place
+    written = {path.name for path in (out / quick).iterdir()}
     assert written == {"results.json", "table.md", f"{name}.png", f"{name}.svg"}
-    results = json.loads((out / name / "results.json").read_text())
+    results = json.loads((out / quick / "results.json").read_text())
     assert results["command"].startswith(f"streamclr reproduce {name} --scale cpu --seeds 1")
     assert results["measured"]
-    table = (out / name / "table.md").read_text()
+    table = (out / quick / "table.md").read_text()
     assert results["command"] in table
     assert "paper" in table.lower()
     assert "results: " in capsys.readouterr().out
-    assert f"]({name}/{name}.png)" in (out / "README.md").read_text()
+    assert f"]({quick}/{name}.png)" in (out / "README.md").read_text()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["stc", "budget", "sweep"])
 def test_the_larger_experiments_too(name, shared, in_process, capsys):
     assert main(["reproduce", name, *QUICK, "--out", str(shared / "out")]) == 0
-    assert (shared / "out" / name / "table.md").exists()
+    assert (shared / "out" / f"{name}-300" / "table.md").exists()
 
 
 def test_experiments_share_runs(small_cifar):
@@ -104,14 +106,14 @@ def test_killed_half_way_it_goes_on(small_cifar):
         words = ["reproduce", "lazy", *QUICK, "--out", str(small_cifar / out), "--workers", "2"]
         return subprocess.Popen([sys.executable, "-m", "streamclr", *words], stderr=subprocess.PIPE, text=True)
 
-    done = small_cifar / "killed" / "runs"
+    done = small_cifar / "killed" / "jobs"
     process = start("killed")
     deadline = time.monotonic() + 120
-    while len(list(done.glob("*/result.json"))) < 2 and time.monotonic() < deadline:
+    while len(list(done.glob("*.json"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
     process.wait()
-    finished = {path: path.stat().st_mtime_ns for path in done.glob("*/result.json")}
+    finished = {path: path.stat().st_mtime_ns for path in done.glob("*.json")}
     assert 2 <= len(finished) < 6
     while _processes_below(small_cifar / "killed") and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -119,7 +121,7 @@ def test_killed_half_way_it_goes_on(small_cifar):
     assert start("killed").wait() == 0
     assert start("whole").wait() == 0
     assert all(path.stat().st_mtime_ns == at for path, at in finished.items())
-    tables = [json.loads((small_cifar / out / "lazy" / "results.json").read_text()) for out in ("killed", "whole")]
+    tables = [json.loads((small_cifar / out / "lazy-300" / "results.json").read_text()) for out in ("killed", "whole")]
     for t, measured in tables[0]["measured"].items():
         for key in ("accuracy", "rescored", "replaced"):
             assert measured[key] == tables[1]["measured"][t][key]
@@ -136,6 +138,12 @@ def _processes_below(directory):
         if str(directory) in command and int(pid) != os.getpid():
             commands.append(command)
     return commands
+
+
+def test_the_time_before_an_interruption_counts(tmp_path):
+    (tmp_path / "seconds.json").write_text("100.0")
+    assert 100 < Clock(tmp_path).read() < 101
+    assert 100 < Clock(tmp_path).read() < 101  # read again by the process that goes on
 
 
 def test_two_at_once_in_one_directory_are_refused(small_cifar, capsys):

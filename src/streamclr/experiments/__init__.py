@@ -70,7 +70,7 @@ def reproduce(config: ReproduceConfig) -> Path:
         config.plan,
     )
     findings = EXPERIMENTS[config.name](lab)
-    directory = lab.out / config.name
+    directory = lab.out / _title(config)
     directory.mkdir(exist_ok=True)
     images = f" --images {config.images}" if config.images else ""
     command = f"streamclr reproduce {config.name} --scale {config.scale} --seeds {config.seeds}{images}"
@@ -99,13 +99,20 @@ def reproduce(config: ReproduceConfig) -> Path:
     return directory
 
 
+def _title(config: ReproduceConfig) -> str:
+    """Its directory: a quick look does not take the place of the whole experiment, nor one scale that of another."""
+    scale = "" if config.scale == "cpu" else f"-{config.scale}"
+    return config.name + scale + (f"-{config.images}" if config.images else "")
+
+
 def write_index(out: Path) -> None:
     """README.md: the tables and plots of all experiments in a directory."""
     parts = ["# What the experiments measured", "Written by `streamclr reproduce`; what it means is in docs/log.md."]
     for name, experiment in EXPERIMENTS.items():
-        if (table := out / name / "table.md").exists():
-            about = (sys.modules[experiment.__module__].__doc__ or "").strip()
-            parts += [f"## {name}", about, table.read_text("utf-8").strip(), f"![{name}]({name}/{name}.png)"]
+        about = (sys.modules[experiment.__module__].__doc__ or "").strip()
+        for table in sorted((*out.glob(f"{name}/table.md"), *out.glob(f"{name}-*/table.md"))):
+            title = table.parent.name
+            parts += [f"## {title}", about, table.read_text("utf-8").strip(), f"![{title}]({title}/{name}.png)"]
     (out / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

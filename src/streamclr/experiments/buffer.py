@@ -48,9 +48,11 @@ def buffer(lab: Lab) -> Findings:
     head = ["buffer", "accuracy, all labels, %", "paper", "difference", "contrast less this", "paper", "images"]
 
     def draw(axes: "Axes") -> None:
-        for policy in POLICIES:
-            means = [mean(measured[f"{size} {policy}"]["accuracy"]) for size in PAPER]
-            axes.plot(list(PAPER), means, marker="o", label=NAMES[policy])
+        for i, policy in enumerate(POLICIES):
+            for n in sorted(set(n_images.values())):  # sizes that saw as many images make one line
+                own = [size for size in PAPER if n_images[size] == n]
+                means = [mean(measured[f"{size} {policy}"]["accuracy"]) for size in own]
+                axes.plot(own, means, f"C{i}o-", label=NAMES[policy] if n == max(n_images.values()) else None)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("images in the buffer")
         axes.legend(fontsize=8)

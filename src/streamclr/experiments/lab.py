@@ -146,7 +146,7 @@ class Lab:
         """The results of all jobs, of which those that are not there yet are done now."""
         places = {job.key: job for row in jobs.values() for job in row}
         with _alone(self.out):
-            missing = [job for job in _by_seed(jobs) if not (self._directory(job) / "result.json").exists()]
+            missing = [job for job in _by_seed(jobs) if not self._result(job).exists()]
             print(
                 f"{len(places)} jobs, {len(places) - len(missing)} of them done; {self._expected(missing)}",
                 file=sys.stderr,
@@ -155,12 +155,16 @@ class Lab:
             if self.only_plan:
                 raise SystemExit(0)
             self._work(missing)
-        results = {key: read_json(self._directory(job) / "result.json") for key, job in places.items()}
+        results = {key: read_json(self._result(job)) for key, job in places.items()}
         self.seconds += sum(result["seconds_in_all"] for result in results.values())
         return {row: [results[job.key] for job in own] for row, own in jobs.items()}
 
     def _directory(self, job: Job) -> Path:
+        """Where it works; nothing in there is needed once the result is known."""
         return self.out / "runs" / job.key
+
+    def _result(self, job: Job) -> Path:
+        return self.out / "jobs" / f"{job.key}.json"
 
     def _work(self, jobs: list[Job]) -> None:
         """A process for each job, one on each GPU or with its share of the cores."""
@@ -190,7 +194,8 @@ class Lab:
     def _prepare(self, job: Job) -> Path:
         directory = self._directory(job)
         directory.mkdir(parents=True, exist_ok=True)  # it exists if the job was interrupted: then it goes on
-        write_json(directory / "job.json", asdict(job))
+        self._result(job).parent.mkdir(exist_ok=True)
+        write_json(directory / "job.json", asdict(job) | {"result": str(self._result(job).resolve())})
         return directory
 
     def _start(self, job: Job, worker: int) -> subprocess.Popen[bytes]:
@@ -211,7 +216,7 @@ class Lab:
             )
 
     def _check(self, job: Job, code: int) -> None:
-        if code or not (self._directory(job) / "result.json").exists():
+        if code or not self._result(job).exists():
             log = self._directory(job) / "log.txt"
             last = (log.read_text("utf-8", errors="replace").strip() or "no word").splitlines()[-1]
             raise UserError(f"{job.key} failed ({last}): see {log}")
@@ -325,16 +330,30 @@ def learn(directory: Path, **config: Any) -> Result:
     }
 
 
-def do_job(directory: Path) -> None:
+def do_job(directory: Path, clock: "Clock") -> None:
     job = read_json(directory / "job.json")
     module, _, function = job["function"].partition(":")
-    started = time.perf_counter()
     result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])
-    write_json(directory / "result.json", result | {"seconds_in_all": time.perf_counter() - started})
+    write_json(Path(job["result"]), result | {"arguments": job["arguments"], "seconds_in_all": clock.read()})
 
 
-def _end_with_the_parent() -> None:
-    os.read(0, 1)  # nothing is ever written: it returns when the pipe closes
+class Clock:
+    """The seconds that a job has taken, those before an interruption included."""
+
+    def __init__(self, directory: Path):
+        self.file = directory / "seconds.json"
+        self.before = read_json(self.file) if self.file.exists() else 0.0
+        self.started = time.perf_counter()
+
+    def read(self) -> float:
+        seconds = self.before + time.perf_counter() - self.started
+        write_json(self.file, seconds)
+        return seconds
+
+
+def _end_with_the_parent(clock: Clock) -> None:
+    while not select.select([0], [], [], 10)[0]:  # nothing is ever written to the pipe: it is ready when it closes
+        clock.read()
     os._exit(1)
 
 
@@ -344,8 +363,9 @@ if __name__ == "__main__":
     keep_freed_memory()
     if select.select([0], [], [], 0)[0]:
         sys.exit("left alone before it began")
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    clock = Clock(Path(sys.argv[1]))
+    threading.Thread(target=_end_with_the_parent, args=[clock], daemon=True).start()
     try:
-        do_job(Path(sys.argv[1]))
+        do_job(Path(sys.argv[1]), clock)
     except (UserError, Stopped) as error:
         sys.exit(str(error))
