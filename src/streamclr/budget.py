@@ -1,5 +1,6 @@
 """A budget of memory for the whole process: what a step will take, predicted before the first one."""
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,7 +52,7 @@ def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         raise UserError("memory is given, and this system does not tell what a process has: leave memory out") from None
-    return pages * 4096
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
