@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -79,3 +80,22 @@ def one_of(given: str, names: Iterable[str]) -> str:
     names = list(names)
     close = difflib.get_close_matches(given, names, 1)
     return (f"did you mean {close[0]!r}? " if close else "") + "use " + ", ".join(names)
+
+
+def redacted(source: str) -> str:
+    """A source, or any text with URLs in it, without the passwords: rtsp://user:***@host/1."""
+    for secret in _SECRETS:
+        source = secret.sub(r"\1***", source)
+    return source
+
+
+_SECRETS = (
+    re.compile(r"(://[^\s:/?#@]*:)[^\s/?#]+(?=@)"),
+    # A password with an unescaped slash is a mistake, which an error is about to quote. A number is a port.
+    re.compile(r"(://[^\s:/?#@\[]*:)(?!\*\*\*@|\d+(?:[/?#\s'\",;)]|$))(?:(?!://)\S)+(?=@)"),
+    re.compile(
+        r"([?&;/_](?:pass|sig|[^=&?/\s]*(?:passw|pwd|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"
+        r"(?:(?!,\w+://|['\"](?:\W|$))[^&#\s])+",
+        re.IGNORECASE,
+    ),
+)

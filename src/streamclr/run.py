@@ -85,6 +85,9 @@ class RunConfig:
     seed: int = option(0, "of the stream, the weights, the views and the draws")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
     out: str | None = option(None, "the run directory, new or with this run unfinished in it [runs/SOURCE-POLICY]")
+    metrics: int | None = option(
+        None, "serve Prometheus metrics on this port of 127.0.0.1; 0 takes a free one and says which"
+    )
 
     @property
     def label_fractions(self) -> tuple[float, ...]:
@@ -467,7 +470,7 @@ class RunDirectory:
 
 
 # Options that change where and how a run is kept, not what it learns.
-NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps")
+NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "metrics")
 
 
 def _newest_first(default: Path) -> list[Path]:

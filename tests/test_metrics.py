@@ -1,0 +1,225 @@
+import http.client
+import math
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from conftest import random_images
+from streamclr import Learner, UserError, metrics, resnet18
+from streamclr.account import Account
+from streamclr.metrics import METRICS, Metrics, of_step
+
+DOCS = Path(__file__).parent.parent / "docs" / "service.md"
+
+
+@pytest.fixture
+def served():
+    served = Metrics(0)
+    yield served
+    served.close()
+
+
+def ask(port, path="/metrics", method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer, body
+
+
+def parse(text):
+    """A strict reading of text format 0.0.4, without timestamps: samples by name and labels; anything odd is an error.
+
+    HELP and TYPE stand once before the samples of a name, which stand together; counters are called so.
+    """
+    assert text.endswith("\n")
+    samples, kinds, helped, current = {}, {}, set(), None
+    for line in text[:-1].split("\n"):
+        if match := re.fullmatch(r"# HELP ([a-z_]+) (\S.*)", line):
+            assert match[1] not in helped
+            helped.add(match[1])
+            current = match[1]
+        elif match := re.fullmatch(r"# TYPE ([a-z_]+) (counter|gauge)", line):
+            assert match[1] == current
+            assert match[1] not in kinds
+            kinds[match[1]] = match[2]
+        else:
+            match = re.fullmatch(
+                r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{([a-z_]+)="((?:[^"\\]|\\["\\n])*)"\})? (NaN|[+-]Inf|-?\d\S*)', line
+            )
+            assert match, line
+            name, label, value, number = match.groups()
+            assert name == current
+            assert name in kinds
+            plain = re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], value or "")
+            key = (name,) if label is None else (name, label, plain)
+            assert key not in samples
+            samples[key] = float(number)
+            assert name.endswith("_total") == (kinds[name] == "counter")
+            assert kinds[name] == "gauge" or samples[key] >= 0
+    return samples
+
+
+def test_a_step_and_an_account_are_served(served):
+    learner = Learner(resnet18(width=2), buffer_size=4)
+    step = learner.learn_many(random_images(6))
+    account = Account(9, 6, Counter(late=2), Counter(broken=1))
+    served.update(**of_step(step, account), checkpoint_step=0, checkpoint_failures_total=0, steps_undone_total=2)
+    served.update(source_connected={"rtsp://a:secret@h/1": 1, "camera:0": 0})
+    served.update(source_disconnects_total={"rtsp://a:secret@h/1": 3}, source_connected={"camera:0": 1})
+    answer, body = ask(served.port)
+    assert answer.status == 200
+    assert answer.getheader("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
+    samples = parse(body)
+    assert {key[0] for key in samples} == {metric.name for metric in METRICS}
+    assert samples["streamclr_up",] == 1
+    assert samples["streamclr_steps_total",] == 1
+    assert samples["streamclr_loss",] == step.loss
+    assert samples["streamclr_replaced_ratio",] == 1
+    assert samples["streamclr_frames_received_total",] == 9
+    assert samples["streamclr_frames_passed_total", "reason", "late"] == 2
+    assert samples["streamclr_frames_rejected_total", "reason", "broken"] == 1
+    assert samples["streamclr_step_seconds", "phase", "training"] == step.seconds_training
+    assert samples["streamclr_source_connected", "source", "rtsp://a:***@h/1"] == 1
+    assert samples["streamclr_source_connected", "source", "camera:0"] == 1
+    assert samples["streamclr_source_disconnects_total", "source", "rtsp://a:***@h/1"] == 3
+    assert samples["streamclr_resident_memory_bytes",] > 2**20
+    assert "secret" not in body
+
+
+def test_before_the_first_step_there_is_no_count_yet(served):
+    assert {key[0] for key in parse(served.text())} == {"streamclr_up", "streamclr_resident_memory_bytes"}
+
+
+def test_odd_labels_and_numbers_come_through(served):
+    odd = 'a "b"\\n\nc\\ é'
+    served.update(frames_passed_total={odd: 2**60}, loss=math.inf, score_mean=-math.inf, projection_spread=math.nan)
+    samples = parse(ask(served.port)[1])
+    assert samples["streamclr_frames_passed_total", "reason", odd] == 2**60
+    assert samples["streamclr_loss",] == math.inf
+    assert samples["streamclr_score_mean",] == -math.inf
+    assert math.isnan(samples["streamclr_projection_spread",])
+
+
+def test_a_spread_is_told_where_a_step_has_one():
+    class Step:
+        number, loss, score, kept, replaced, rescored, seconds_scoring, seconds_training = 1, 2.0, 0.1, 1, 1, 0, 1, 2
+
+    assert math.isnan(of_step(Step, Account())["projection_spread"])
+    Step.spread = 0.25
+    assert of_step(Step, Account())["projection_spread"] == 0.25
+
+
+def test_a_name_or_a_shape_that_is_not_known_is_a_mistake(served):
+    with pytest.raises(KeyError):
+        served.update(losss=1)
+    with pytest.raises(TypeError):
+        served.update(loss={"a": 1})
+    with pytest.raises(TypeError):
+        served.update(frames_passed_total=1)
+
+
+def test_only_loopback_names_are_served(served):
+    for host in ("127.0.0.1", "localhost", "LocalHost:9108", "[::1]:9108", "127.0.0.1:1"):
+        assert ask(served.port, Host=host)[0].status == 200
+    for host in ("evil.example", "evil.example:9108", "localhost.evil.example", "127.0.0.1.nip.io", ""):
+        answer, body = ask(served.port, Host=host)
+        assert answer.status == 403
+        assert "streamclr_" not in body
+
+
+def test_a_request_without_a_name_or_with_two_is_refused(served):
+    for hosts in ("", "Host: localhost\r\nHost: evil.example\r\n"):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
+            client.sendall(f"GET /metrics HTTP/1.1\r\n{hosts}\r\n".encode())
+            assert b" 403 " in client.recv(4096)
+
+
+def test_only_one_page_and_only_to_read(served):
+    assert ask(served.port, "/")[0].status == 404
+    assert ask(served.port, "/metrics/../etc")[0].status == 404
+    assert ask(served.port, "/metrics?x=1")[0].status == 200
+    head, body = ask(served.port, method="HEAD")
+    assert (head.status, body) == (200, "")
+    assert int(head.getheader("Content-Length")) > 0
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(served.port, method=method)[0].status == 405
+    assert ask(served.port, method="BREW")[0].status == 501
+
+
+def test_only_this_machine_is_served(served):
+    assert served._server.server_address[0] == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_one_line_and_a_close_frees_it(served):
+    with pytest.raises(UserError, match=rf"port {served.port} of 127.0.0.1 .*: give another port, or --metrics 0"):
+        Metrics(served.port)
+    with pytest.raises(UserError, match="metrics is 70000: use a port from 1 to 65535"):
+        Metrics(70_000)
+    first = Metrics(0)
+    assert ask(first.port)[0].status == 200
+    first.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", first.port), timeout=10)
+    second = Metrics(first.port)
+    assert ask(second.port)[0].status == 200
+    second.close()
+
+
+def test_clients_that_are_stuck_pile_nothing_up(served, monkeypatch):
+    monkeypatch.setattr(metrics, "SECONDS", 1.0)
+    before = threading.active_count()
+    stuck = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(20)]
+    stuck[0].sendall(b"GET /metr")
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert threading.active_count() <= before + metrics.N_CLIENTS
+        time.sleep(0.05)
+    while time.monotonic() < deadline + 5:
+        time.sleep(0.3)
+        try:
+            stuck[0].sendall(b"x")  # one byte now and then
+        except OSError:
+            break
+    else:
+        pytest.fail("a client that trickles is never cut off")
+    for client in stuck:
+        client.close()
+    assert ask(served.port)[0].status == 200
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.05)
+
+
+def test_updates_while_pages_are_asked_for(served):
+    stop = threading.Event()
+
+    def learn():
+        n = 0
+        while not stop.is_set():
+            n += 1
+            served.update(steps_total=n, frames_passed_total={str(n % 500): n})
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+    last = 0
+    for _ in range(50):
+        samples = parse(ask(served.port)[1])
+        assert samples.get(("streamclr_steps_total",), 0) >= last
+        last = samples.get(("streamclr_steps_total",), 0)
+    stop.set()
+    thread.join()
+    assert last > 0
+
+
+def test_the_docs_list_the_same_names():
+    listed = re.findall(
+        r"^\| `(streamclr_[a-z_]+)(?:\{([a-z]+)[^}]*\})?` \| (counter|gauge) \|", DOCS.read_text(), re.M
+    )
+    assert listed == [(metric.name, metric.label, metric.kind) for metric in METRICS]
