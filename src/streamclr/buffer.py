@@ -79,6 +79,8 @@ class Buffer:
                 f"the segment's images are {shape}, those in the buffer {tuple(self._images.shape[1:])}: "
                 "give the stream one size, for instance with size="
             )
+        self._before = (self._n, self.scores.clone())
+        self._movers = self._holes = torch.empty(0, dtype=torch.long, device=self.device)
         end = self._n + len(segment)
         if end > len(self._images) or shape != tuple(self._images.shape[1:]):
             filled = [column[: self._n] for column in self._columns]
@@ -110,12 +112,21 @@ class Buffer:
                 f"the policy kept {len(keep)} images, {int(chosen.sum())} of them different: {size} are due"
             )
         n_kept = int(chosen[: self._n].sum())
-        holes = (~chosen[:size]).nonzero()[:, 0]
-        movers = chosen[size:].nonzero()[:, 0] + size
-        for column in self._columns:
-            column[holes] = column[movers]
+        self._holes, self._movers = (~chosen[:size]).nonzero()[:, 0], chosen[size:].nonzero()[:, 0] + size
+        self._swap()
         self._n = size
         return n_kept
+
+    def _swap(self) -> None:
+        for column in self._columns:
+            column[self._holes], column[self._movers] = column[self._movers], column[self._holes]
+
+    def undo(self) -> None:
+        """Be as before the last segment was offered, whose images keep their numbers in the stream."""
+        self._swap()
+        self._n, scores = self._before
+        self.scores.copy_(scores)
+        self._ages[: self._n] -= 1
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """`n` different images, uniformly; all of them, in place, if there are no more."""

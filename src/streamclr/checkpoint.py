@@ -168,6 +168,7 @@ class Pace:
         self.checkpoints, self.seconds, self.steps = checkpoints, 60 * minutes, steps
         self._wait, self._last, self._n_steps = self.seconds, time.monotonic(), 0
         self.n_failed = 0
+        self.last = (checkpoints.numbers() or [0])[-1]  # step of the last one that was written
 
     def due(self) -> bool:
         """To be asked once after each step."""
@@ -180,7 +181,7 @@ class Pace:
         self._last, self._n_steps = time.monotonic(), 0
         try:
             n_bytes = self.checkpoints.save(number, state)
-            self._wait = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR)
+            self._wait, self.last = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR), number
         except OSError as error:
             self.n_failed += 1
             print(f"streamclr: no checkpoint of step {number} ({error.strerror or error}): going on", file=sys.stderr)

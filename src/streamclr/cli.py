@@ -18,11 +18,11 @@ from streamclr.compare import CompareConfig, compare, demo
 from streamclr.encoder import infer
 from streamclr.errors import UserError
 from streamclr.experiments import ReproduceConfig, reproduce
+from streamclr.loop import Stopped
 from streamclr.report import Table, labels_heading, percent, results_table, write_report
 from streamclr.run import (
     RunConfig,
     RunDirectory,
-    Stopped,
     evaluate_run,
     open_run_stream,
     option,

@@ -3,3 +3,7 @@
 
 class UserError(ValueError):
     """Names the value, what is allowed, and what to do about it."""
+
+
+class NotFinite(UserError):
+    """A loss, gradient or statistic that is infinite or no number; the step that met it has changed nothing."""

@@ -3,7 +3,8 @@
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,7 +18,7 @@ from streamclr.buffer import Buffer
 from streamclr.checkpoint import load_weights
 from streamclr.chunked import backward, check_can_chunk
 from streamclr.encoder import ContrastiveModel, resnet18, seeded
-from streamclr.errors import UserError
+from streamclr.errors import NotFinite, UserError
 from streamclr.loss import nt_xent
 from streamclr.optimizer import Adam
 from streamclr.policy import ContrastScoring, Policy
@@ -37,6 +38,7 @@ class Step:
     score: float  # mean score in the new buffer; NaN for a policy that does not score
     seconds_scoring: float
     seconds_training: float
+    spread: float = math.nan  # of the batch's projections, 1 - |mean z|²: 0 if all are alike, about 1 if all differ
 
     def __str__(self) -> str:
         return (
@@ -121,48 +123,87 @@ class Learner:
         images = _checked(images)
         if self.memory is not None:
             self.fit(images.shape)
-        started = perf_counter()
-        n_before = len(self.buffer)
-        pool = self.buffer.pool(images)  # B ∪ I
-        keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
-        n_kept = self.buffer.replace(pool, keep)  # the new B
-        scored = perf_counter()
-        loss = sum(self._update() for _ in range(self.updates_per_segment)) / self.updates_per_segment
-        trained = perf_counter()
+        with self._undone_if_not_finite():
+            started = perf_counter()
+            n_before = len(self.buffer)
+            pool = self.buffer.pool(images)  # B ∪ I
+            keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
+            n_kept = self.buffer.replace(pool, keep)  # the new B
+            scored = perf_counter()
+            losses, spreads = zip(*(self._update() for _ in range(self.updates_per_segment)), strict=True)
+            trained = perf_counter()
         self.n_steps += 1
         return Step(
             number=self.n_steps,
             seen=self.buffer.n_seen,
-            loss=loss,
+            loss=sum(losses) / len(losses),
             kept=n_kept,
             replaced=len(self.buffer) - n_kept,
             rescored=pool.n_rescored / max(1, n_before),
             score=float(self.buffer.scores.mean()),
             seconds_scoring=scored - started,
             seconds_training=trained - scored,
+            spread=spreads[-1],
         )
 
-    def _update(self) -> float:
-        """One SimCLR update on a batch; both views in one pass, so that BatchNorm cannot tell them apart."""
+    def _update(self) -> tuple[float, float]:
+        """One SimCLR update on a batch; both views in one pass, so that BatchNorm cannot tell them apart.
+
+        Returns the loss and the spread of the projections.
+        """
         batch = self.buffer.draw(self.batch_size, self.generator)
         n = 2 * len(batch)
         draw = self.views.draw((n, *batch.shape[1:]), self.generator)
         image = torch.arange(n, device=self.device) % len(batch)
+        spread = math.nan
 
         def views(rows: slice) -> Tensor:
             return self.views.apply(batch[image[rows]], draw.rows(rows))
 
         def loss(z: Tensor) -> Tensor:
-            value = nt_xent(z[: n // 2], z[n // 2 :], self.temperature)
-            if not math.isfinite(value.item()):
-                raise UserError(f"the loss is {value.item()} at step {self.n_steps + 1}: lower lr or raise temperature")
-            return value
+            nonlocal spread
+            spread = 1 - float(z.detach().mean(0).square().sum())
+            return nt_xent(z[: n // 2], z[n // 2 :], self.temperature)
 
         self.model.train()
         self.optimizer.zero_grad()
         value = backward(self._trained, views, n, loss, self.plan.chunk_size if self.plan else None)
+        self._check(value)
         self.optimizer.step()
-        return value
+        return value, spread
+
+    def _check(self, loss: float) -> None:
+        """Before anything is changed for good: an update with finite gradients leaves finite weights."""
+        for name, tensors in (
+            ("loss", [torch.tensor(loss)]),
+            ("gradient", [p.grad for p in self.optimizer.parameters if p.grad is not None]),
+            ("statistic of BatchNorm", list(self.model.buffers())),
+        ):
+            if not all_finite(tensors):
+                where = f"the {name} at step {self.n_steps + 1} is not finite (loss {loss:.4g})"
+                raise NotFinite(f"{where}: lower lr or raise temperature")
+
+    @contextmanager
+    def _undone_if_not_finite(self) -> Iterator[None]:
+        """A step whose numbers break has changed nothing; of several updates those before it stay."""
+        statistics = [buffer.clone() for buffer in self.model.buffers()]
+        policy, generator = self._policy_state(), self.generator.get_state()
+        try:
+            yield
+        except UserError as error:
+            if self.is_finite() and not isinstance(error, NotFinite):
+                raise
+            for buffer, value in zip(self.model.buffers(), statistics, strict=True):
+                buffer.copy_(value)
+            self.buffer.undo()
+            self._load_policy_state(policy)
+            self.generator.set_state(generator)
+            raise NotFinite(str(error)) from None
+
+    def is_finite(self) -> bool:
+        """Whether all weights, statistics and moments are."""
+        moments = [*self.optimizer.means, *self.optimizer.squares]
+        return all_finite([*self.model.parameters(), *self.model.buffers(), *moments])
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +229,7 @@ class Learner:
             "model": {name: tensor.clone() for name, tensor in model.items()} if copy else model,
             "optimizer": self.optimizer.state_dict(copy),
             "buffer": self.buffer.state_dict(copy),
-            "policy": self.policy.state_dict() if hasattr(self.policy, "state_dict") else {},
+            "policy": self._policy_state(),
             "generator": self.generator.get_state(),
         }
 
@@ -198,9 +239,21 @@ class Learner:
         load_weights(self.model, state["model"], "the saved state")  # what does not fit has changed nothing until here
         self.buffer, self.n_steps = buffer, state["n_steps"]
         self.optimizer.load_state_dict(state["optimizer"])
-        if hasattr(self.policy, "load_state_dict"):
-            self.policy.load_state_dict(state["policy"])
+        self._load_policy_state(state["policy"])
         self.generator.set_state(state["generator"])
+
+    def _policy_state(self) -> dict[str, Any]:
+        return self.policy.state_dict() if hasattr(self.policy, "state_dict") else {}
+
+    def _load_policy_state(self, state: dict[str, Any]) -> None:
+        if hasattr(self.policy, "load_state_dict"):
+            self.policy.load_state_dict(state)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """By their norms, of which one is infinite too if a gradient is too large to be squared, as Adam does."""
+    floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    return all(math.isfinite(norm.item()) for norm in torch._foreach_norm(floating))
 
 
 def find_device(name: torch.device | str | None) -> torch.device:

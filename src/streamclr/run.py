@@ -8,21 +8,19 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
-import threading
 import typing
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from streamclr import options as opts
 from streamclr.checkpoint import (
     Checkpoints,
-    Pace,
     json_line,
     load_encoder,
     load_tensors,
@@ -30,13 +28,13 @@ from streamclr.checkpoint import (
     save_tensors,
     write_json,
 )
-from streamclr.classifier import Classifier, curve_point, draw_labelled, evaluate, evaluate_supervised
+from streamclr.classifier import Classifier, draw_labelled, evaluate, evaluate_supervised
 from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet, seeded
 from streamclr.errors import UserError
 from streamclr.learner import Learner, Step, find_device
+from streamclr.loop import learn
 from streamclr.policy import POLICIES, Policy
-from streamclr.progress import Progress
-from streamclr.stream import Stream, absolute_source, open_stream, split_source
+from streamclr.stream import AnyStream, absolute_source, open_stream, split_source, takes
 
 
 def option(default: Any, help: str) -> Any:
@@ -49,7 +47,7 @@ class RunConfig:
 
     source: str = option("synthetic:", "where the images come from, as in cifar10?stc=500 or folder:DIR")
     policy: str = option("contrast", f"which images stay in the buffer: {', '.join(POLICIES)}")
-    images: int | None = option(None, "how many images of the stream to learn from")
+    images: int | None = option(None, "how many images of the stream to learn from [of a camera, until it is stopped]")
     epochs: float | None = option(None, "the same in passes over the dataset [1, where there is one]")
     stc: int | None = option(None, "consecutive images of one class [the source's own]")
     size: int | None = option(None, "side of the images in pixels [the source's own]")
@@ -82,6 +80,7 @@ class RunConfig:
     resume: bool = option(
         False, "go on with the newest unfinished run of these options [without: only if --out is one]"
     )
+    duty: str = option("100%", "share of the time in which to learn, as in 50%; capture goes on meanwhile")
     seed: int = option(0, "of the stream, the weights, the views and the draws")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
     out: str | None = option(None, "the run directory, new or with this run unfinished in it [runs/SOURCE-POLICY]")
@@ -92,6 +91,14 @@ class RunConfig:
     @property
     def label_fractions(self) -> tuple[float, ...]:
         return tuple(opts.convert(part.strip(), float, "a label fraction") for part in self.fractions.split(","))
+
+    @property
+    def duty_share(self) -> float:
+        share = opts.convert(self.duty.strip().removesuffix("%"), float, "--duty")
+        share /= 100 if self.duty.strip().endswith("%") else 1
+        if not 0 < share <= 1:
+            raise UserError(f"duty is {self.duty}: use more than 0% and up to 100%")
+        return share
 
 
 def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
@@ -109,16 +116,18 @@ def run(config: RunConfig) -> tuple[Path, dict[str, Any]]:
             "images": learner.buffer.n_seen,
             "steps": learner.n_steps,
             "seconds_learning": seconds,
+            "account": stream.account.state_dict(),
             **evaluate_run(config, learner.model, stream, directory),
         }
         directory.save_results(results)
     return directory.path, results
 
 
-def prepare(config: RunConfig) -> tuple[RunConfig, Stream, Learner]:
+def prepare(config: RunConfig) -> tuple[RunConfig, AnyStream, Learner]:
     """All that a run needs, checked before anything is written: what is wrong is said now, not hours later."""
     stream = open_run_stream(config)
     config = resolved(config, stream)
+    _ = config.duty_share
     labelled = stream.source.train
     for fraction in config.label_fractions:
         if labelled is not None:
@@ -131,80 +140,13 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Stream, Learner]:
     return config, stream, learner
 
 
-def learn(config: RunConfig, learner: Learner, stream: Stream, directory: "RunDirectory") -> float:
-    """The loop: every segment of the stream goes to the learner, every step into the journal. Returns its seconds.
-
-    It goes on from the last checkpoint of the directory, if there is one; the steps after that are redone.
-    """
-    assert config.images is not None
-    assert config.segment is not None
-    train, test = stream.source.train, stream.source.test
-    n_steps = -(-config.images // config.segment)
-    mix_every = max(1, n_steps // 200)
-    curve_every = -(-n_steps // max(1, config.probes))
-    seconds = directory.restore(learner, stream)
-    checkpoints = Pace(directory.checkpoints, config.checkpoint_minutes, config.checkpoint_steps)
-    asked = StopSignal()
-    with asked, directory.journal() as journal, Progress(f"learning ({config.policy})", config.images) as bar:
-        bar.advance(stream.position)
-        for images in stream.segments(config.segment, until=config.images):
-            step = learner.learn_many(images)
-            seconds += step.seconds_scoring + step.seconds_training
-            line: dict[str, Any] = asdict(step)
-            if stream.source.classes and step.number % mix_every == 0:
-                labels = stream.source.labels(learner.buffer.arrivals.cpu())
-                line["classes"] = labels.bincount(minlength=len(stream.source.classes)).tolist()
-            if train and test and config.probes and (step.number % curve_every == 0 or step.number == n_steps):
-                line["accuracy"] = curve_point(learner.model, train, test)
-            journal.write(json_line(line))
-            journal.flush()
-            bar.advance(len(images), str(step))
-            saved = False
-            if checkpoints.due() or asked.signal or stream.position >= config.images:
-                os.fsync(journal.fileno())
-                state = {"learner": learner.state_dict(copy=False), "stream": stream.state_dict(), "seconds": seconds}
-                saved = checkpoints.save(step.number, state | {"journal_bytes": os.fstat(journal.fileno()).st_size})
-            if asked.signal:
-                how = (
-                    f"streamclr run with the same options and --out {directory.path} goes on" if saved else "not saved"
-                )
-                raise Stopped(asked.signal, f"stopped after step {step.number}: {how}")
-    return seconds
-
-
-class Stopped(Exception):
-    """A signal asked the run to stop, and it has, after a checkpoint."""
-
-    def __init__(self, number: int, message: str):
-        super().__init__(message)
-        self.exit_code = 128 + number
-
-
-class StopSignal:
-    """SIGTERM and SIGINT (Ctrl-C) end the loop after the step at hand; the second one at once."""
-
-    signal = 0
-
-    def __enter__(self) -> None:
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def _note(self, number: int, _: object) -> None:
-        self.signal = number
-        self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def open_run_stream(config: RunConfig) -> Stream:
-    seed = {} if "seed" in opts.split(config.source)[1] else {"seed": config.seed}
+def open_run_stream(config: RunConfig) -> AnyStream:
+    given = "seed" in split_source(config.source)[2]
+    seed = {"seed": config.seed} if takes(config.source, "seed") and not given else {}
     return open_stream(config.source, stc=config.stc, size=config.size, **seed)
 
 
-def resolved(config: RunConfig, stream: Stream) -> RunConfig:
+def resolved(config: RunConfig, stream: AnyStream) -> RunConfig:
     """The configuration with every default filled in, checked against the stream before anything is made."""
     epoch, end = stream.source.epoch, stream.source.n_images
     if config.images is not None and config.epochs is not None:
@@ -216,12 +158,12 @@ def resolved(config: RunConfig, stream: Stream) -> RunConfig:
     if images is None:
         if config.epochs is not None and epoch is None:
             raise UserError(f"{config.source} has no epochs: say how long with --images")
-        images = round(epochs * epoch) if epoch else 20_000
-    if end is not None and images > end:
+        images = round(epochs * epoch) if epoch else None if stream.live else 20_000
+    if end is not None and images is not None and images > end:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
         raise UserError(f"{config.source} ends after {end} images, before the {images} asked for{how}")
     batch = config.buffer if config.batch is None else config.batch
-    if images < batch:
+    if images is not None and images < batch:
         whole = f"{config.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
     if not 0 <= config.probes <= 1000:
@@ -229,7 +171,7 @@ def resolved(config: RunConfig, stream: Stream) -> RunConfig:
     segment = config.segment if config.segment is not None else config.buffer
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
-    size = stream.source.images(torch.tensor([0])).shape[-1]
+    size = stream.size
     stem = ("small" if size < 64 else "imagenet") if config.stem is None else config.stem
     return dataclasses.replace(
         config,
@@ -291,7 +233,7 @@ def make_learner(config: RunConfig) -> Learner:
 
 
 def evaluate_run(
-    config: RunConfig, model: ContrastiveModel, stream: Stream, directory: "RunDirectory"
+    config: RunConfig, model: ContrastiveModel, stream: AnyStream, directory: "RunDirectory"
 ) -> dict[str, Any]:
     """Stage two on the run's own labels; nothing for a stream that has none."""
     train, test = stream.source.train, stream.source.test
@@ -329,13 +271,14 @@ class RunDirectory:
         if config.resume and not config.out:
             raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
         directory = cls(new_directory(config.out, default))
-        write_json(directory.path / "config.json", asdict(config) | {"out": None, "resume": False})
+        content = asdict(config) | {"out": None, "resume": False, "source": opts.redacted(config.source)}
+        write_json(directory.path / "config.json", content)
         directory.lock()
         return directory
 
     def differences(self, config: RunConfig) -> list[str]:
         """The options that another run has otherwise than this one."""
-        ours, theirs = asdict(self.config), asdict(config)
+        ours, theirs = asdict(self.config), asdict(config) | {"source": opts.redacted(config.source)}
         names = [name for name in ours if name not in NOT_THE_RUNS and ours[name] != theirs[name]]
         return [f"{name} is {ours[name]} there, {theirs[name]} here" for name in names]
 
@@ -354,7 +297,7 @@ class RunDirectory:
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints")
 
-    def restore(self, learner: Learner, stream: Stream) -> float:
+    def restore(self, learner: Learner, stream: AnyStream) -> float:
         """Bring learner, stream and journal to the last checkpoint that is whole. Returns the seconds of learning."""
         found, journal = self.checkpoints.latest(), self.path / "journal.jsonl"
         if found is None:
@@ -404,8 +347,14 @@ class RunDirectory:
     def results(self) -> dict[str, Any] | None:
         return read_json(self.path / "results.json") if (self.path / "results.json").exists() else None
 
-    def journal(self) -> TextIO:
-        return (self.path / "journal.jsonl").open("a", encoding="utf-8")
+    def tell(self, event: str, step: int) -> None:
+        """A line in events.jsonl and on stderr: what somebody who looks after the run should know."""
+        print(f"streamclr: {event}", file=sys.stderr)
+        with (
+            suppress(OSError),
+            (self.path / "events.jsonl").open("a", encoding="utf-8") as file,
+        ):  # the disk may be full
+            file.write(json_line({"time": datetime.now().astimezone().isoformat(), "step": step, "event": event}))
 
     def steps(self) -> list[dict[str, Any]]:
         """The journal so far; a last line that is still being written is left out."""
@@ -415,7 +364,7 @@ class RunDirectory:
             if line.endswith("\n"):
                 try:
                     steps.append(json.loads(line))
-                    _ = [steps[-1][field.name] for field in dataclasses.fields(Step)]
+                    _ = [steps[-1][field.name] for field in dataclasses.fields(Step) if field.default is MISSING]
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f"{journal}, line {number} is damaged ({error!r})") from None
         return steps
@@ -456,7 +405,7 @@ class RunDirectory:
             raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {file}")
         return head.eval().requires_grad_(False), classes
 
-    def save_buffer(self, learner: Learner, stream: Stream) -> None:
+    def save_buffer(self, learner: Learner, stream: AnyStream) -> None:
         tensors = {k: v for k, v in learner.buffer.state_dict().items() if isinstance(v, torch.Tensor)}
         if stream.source.classes:
             tensors["labels"] = stream.source.labels(learner.buffer.arrivals.cpu())
@@ -470,7 +419,7 @@ class RunDirectory:
 
 
 # Options that change where and how a run is kept, not what it learns.
-NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "metrics")
+NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "metrics", "duty")
 
 
 def _newest_first(default: Path) -> list[Path]:

@@ -1,10 +1,13 @@
 """A stream: segments of uint8 images in order, from any source, with its position, so that it can resume."""
 
+import glob
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 import torch
 from torch import Tensor
@@ -12,6 +15,8 @@ from torch import Tensor
 from streamclr import options as opts
 from streamclr.data import DATASETS, dataset
 from streamclr.errors import UserError
+from streamclr.live import KINDS, LiveStream, make_feed
+from streamclr.sources.capture import Feed
 from streamclr.sources.dataset import Images
 from streamclr.sources.folder import folder, imagenet
 from streamclr.sources.synthetic import Synthetic
@@ -46,40 +51,105 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "imagenet": imagenet,
     "folder": folder,
 }
+FEEDS: dict[str, Callable[..., Feed]] = {kind: partial(make_feed, kind) for kind in KINDS}
+URLS = {"rtsp": "rtsp", "rtsps": "rtsp", "http": "http", "https": "http"}  # scheme: kind of feed
+VIDEOS = {".mp4", ".mkv", ".avi", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".mjpeg", ".mjpg", ".h264"}
 
 
-def open_stream(source: str | Path, **options: Any) -> "Stream":
-    """A stream from a source string such as `synthetic:`, `cifar10?stc=500&seed=1` or `folder:DIR`.
+def open_stream(source: str | Path, **options: Any) -> "AnyStream":
+    """A stream from a source string such as `synthetic:`, `cifar10?stc=500`, `clip.mp4` or `rtsp://camera/1`.
 
     Options may stand in the string or be given as keywords, which win.
     """
     name, path, written = split_source(source)
     given = written | {key: value for key, value in options.items() if value is not None}
-    return Stream(opts.build(SOURCES[name], given, f"the source {name}", path))
+    if name in SOURCES:
+        return Stream(opts.build(SOURCES[name], given, f"the source {name}", path))
+    lines = [(name, path, {})] if name in FEEDS else [split_source(line) for line in _lines(path)]
+    feeds = []
+    for kind, where, own in lines:
+        if kind not in FEEDS:
+            raise UserError(f"{path} lists {kind}:{where}: a list is of cameras and recordings")
+        feeds.append(opts.build(FEEDS[kind], given | own, f"the source {kind}", where))
+    return LiveStream(feeds)
+
+
+def takes(source: str | Path, option: str) -> bool:
+    """Whether a source has an option."""
+    name = split_source(source)[0]
+    return option in inspect.signature(SOURCES.get(name) or make_feed).parameters
 
 
 def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
-    """`folder:DIR?size=64` as name, path and options; a directory alone is a folder."""
-    text, options = opts.split(str(source))
+    """`folder:DIR?size=64` as name, path and options; what is written without a name is found by what it is.
+
+    The options of a URL stand behind a `#`, as in `http://camera/video?id=1#fps=5`, or, if there is none, among those
+    of its query that are ours.
+    """
+    text = str(source)
+    scheme, _, rest = text.partition("://")
+    if rest and scheme in URLS:
+        url, _, fragment = text.partition("#")
+        if fragment:
+            return URLS[scheme], url, opts.split(f"?{fragment}")[1]
+        url, _, query = url.partition("?")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        ours = {key: value for key, value in pairs if key in inspect.signature(make_feed).parameters}
+        left = urlencode([(key, value) for key, value in pairs if key not in ours])
+        return URLS[scheme], (text if not ours else url + (f"?{left}" if left else "")), ours
+    text, options = opts.split(text)
     name, _, path = text.partition(":")
-    if name not in SOURCES:
-        if not text or not Path(text).is_dir():
-            raise UserError(f"no source {text!r}: it is no directory, and {opts.one_of(name, SOURCES)}")
-        name, path = "folder", text
-    return name, path, options
+    if name in SOURCES or name in FEEDS or name == "list":
+        return name, path, options
+    file = Path(text)
+    if text == "-":
+        return "stdin", "", options
+    if re.fullmatch("[0-9]+|/dev/video[0-9]+", text):
+        return "camera", text if text.startswith("/") else f"/dev/video{text}", options
+    if file.is_dir() or (glob.has_magic(text) and glob.glob(text)):
+        return "folder", text, options
+    if file.is_file() and file.suffix.lower() in VIDEOS:
+        return "video", text, options
+    if file.is_file() and file.suffix.lower() in (".txt", ".list"):
+        return "list", text, options
+    names = opts.one_of(name, [*SOURCES, *FEEDS])
+    raise UserError(f"no source {opts.redacted(text)!r}: it is no directory, no video file, no URL, and {names}")
 
 
 def absolute_source(source: str) -> str:
     """The same source, to be found from any working directory."""
     name, path, options = split_source(source)
+    if name in URLS.values() or name == "stdin":
+        return source
     where = f":{Path(path).expanduser().resolve()}" if path else ":" * (":" in source)
     return name + where + (f"?{urlencode(options)}" if options else "")
 
 
+def _lines(path: str) -> list[str]:
+    """The sources that a file lists, one a line; `#` begins a line that is not one."""
+    if not Path(path).is_file():
+        raise UserError(f"no file {path!r}: a list has a source on each line")
+    lines = [line.strip() for line in Path(path).read_text("utf-8", errors="replace").splitlines()]
+    if not (sources := [line for line in lines if line and not line.startswith("#")]):
+        raise UserError(f"{path} lists no source: write one on each line")
+    return sources
+
+
 class Stream:
+    """A dataset or a rendered world as a stream."""
+
+    live = False
+    fps = None
+
     def __init__(self, source: Source):
+        self.idle: Callable[[], bool] = lambda: False  # never called: there is always a next image
         self.source = source
         self.position = 0  # the number of the next image
+
+    @property
+    def size(self) -> int:
+        """The side of its images in pixels."""
+        return self.source.images(torch.tensor([0])).shape[-1]
 
     def read(self, n: int) -> Tensor:
         """The next `n` images, n x 3 x H x W."""
@@ -104,3 +174,12 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+    def take_events(self) -> list[tuple[str, str]]:
+        return []
+
+    def connections(self) -> dict[str, tuple[bool, int]]:
+        return {}
+
+
+AnyStream = Stream | LiveStream

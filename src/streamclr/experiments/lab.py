@@ -25,19 +25,19 @@ from streamclr import data
 from streamclr import options as opts
 from streamclr.checkpoint import write_json
 from streamclr.errors import UserError
+from streamclr.loop import Stopped
 from streamclr.progress import Progress
 from streamclr.run import (
     NOT_THE_RUNS,
     RunConfig,
     RunDirectory,
-    Stopped,
     make_learner,
     open_run_stream,
     read_json,
     resolved,
     run,
 )
-from streamclr.stream import Stream
+from streamclr.stream import AnyStream
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and the fixed ones of two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is the exact one in both: no table depends on what is fast on a machine.
@@ -298,7 +298,7 @@ def _resolved(config: RunConfig, data_dir: Path | None) -> RunConfig:
     return resolved(config, _open(config, data_dir))
 
 
-def _open(config: RunConfig, data_dir: Path | None) -> Stream:
+def _open(config: RunConfig, data_dir: Path | None) -> AnyStream:
     """The stream of a run; a dataset that is not in the cache is brought there first."""
     name = opts.split(config.source)[0]
     if name in data.DATASETS and not data.is_cached(name):

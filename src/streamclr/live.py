@@ -1,0 +1,345 @@
+"""Frames of cameras and recordings: each is taken by a process of its own, and they meet here in one stream."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamclr.account import Account
+from streamclr.errors import UserError
+from streamclr.options import checked_size, redacted
+from streamclr.sources import video
+from streamclr.sources.capture import SHORTEST_WAIT, Feed
+
+ANSWER_WITHIN = 5.0  # seconds beyond those that were asked for
+START_WITHIN = 60.0  # seconds for Python and its libraries on a slow and busy device
+LOOK_EVERY = 0.5  # seconds: how long an ask waits for a first frame
+CAN_HANG = ("camera", "rtsp", "http")
+N_EVENTS = 100  # that are kept until somebody takes them
+
+
+KINDS = {  # kind: what its place is
+    "camera": "a device as in /dev/video0",
+    "rtsp": "a URL",
+    "http": "a URL",
+    "stdin": "",
+    "watch": "a directory",
+    "video": "a file",
+}
+
+
+def make_feed(
+    kind: str,
+    where: str,
+    size: int = 96,
+    fps: float | None = None,
+    every: int = 1,
+    timeout: float = 10.0,
+    retries: int | None = None,
+    overload: str | None = None,
+) -> Feed:
+    """A feed with its options checked, and its place too, as far as that can be.
+
+    overload: `drop` passes over the oldest frames that wait, `wait` lets the source wait; by its kind unless given.
+    """
+    if fps is not None and not 0 < fps < 1e6:
+        raise UserError(f"fps is {fps}: use a number above 0")
+    if every < 1:
+        raise UserError(f"every is {every}: use 1 (every frame) or more")
+    if not 0 < timeout < 1e6:
+        raise UserError(f"timeout is {timeout}: use a number of seconds above 0")
+    if retries is not None and retries < 0:
+        raise UserError(f"retries is {retries}: use 0 or more, or leave it out to try for ever")
+    if overload not in (None, "drop", "wait"):
+        raise UserError(f"overload is {overload!r}: use drop or wait")
+    if kind != "stdin" and not where:
+        raise UserError(f"the source {kind!r} needs {KINDS[kind]}: write {kind}:…")
+    if kind in ("camera", "video", "rtsp"):
+        video.check_installed()
+    path = Path(where).expanduser()
+    if kind == "camera" and not path.exists():
+        found = ", ".join(sorted(map(str, Path("/dev").glob("video*")))) or "none"
+        raise UserError(f"no camera {where!r}: this machine has {found}")
+    if kind == "watch" and not path.is_dir():
+        raise UserError(f"no directory {where!r}: watch needs one that exists")
+    if kind == "video":
+        video.check(str(path))
+    if kind in ("camera", "watch", "video"):
+        where = str(path)
+    if kind == "stdin":
+        where = str(os.dup(0))  # the capture process has another standard input
+    drops = kind not in ("watch", "video") if overload is None else overload == "drop"
+    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries)
+
+
+class LiveStream:
+    """A stream of the frames of one or several feeds, in the order in which they come; unlabelled.
+
+    idle: called at least every few seconds while there is no frame; the stream ends if it says True.
+    """
+
+    live = True
+    classes: tuple[str, ...] = ()
+    n_images = epoch = train = test = None
+
+    def __init__(self, feeds: list[Feed]):
+        if len({feed.size for feed in feeds}) > 1:
+            raise UserError("the sources have different sizes: give one size to all")
+        self.feeds, self.size = feeds, feeds[0].size
+        self.position = 0  # frames handed out
+        self.account = Account()
+        self._events: list[tuple[str, str]] = []  # the source, and what happened to it
+        self.idle: Callable[[], bool] = lambda: False
+        self._captures: list[Capture] = []
+        self._places: list[Any] = [feed.place for feed in feeds]
+
+    @property
+    def source(self) -> "LiveStream":
+        return self
+
+    @property
+    def fps(self) -> float | None:
+        """Frames a second, as far as it is known before they come."""
+        rates = [feed.fps or (video.frame_rate(feed.where) if feed.kind == "video" else None) for feed in self.feeds]
+        known = [rate for rate in rates if rate]
+        return sum(known) if len(known) == len(rates) else None
+
+    def segments(self, n: int, until: int | None = None) -> Generator[Tensor]:
+        """Segments of `n` frames until all feeds have ended, or until frame number `until`; the last may be smaller."""
+        if n < 1:
+            raise UserError(f"the segment size is {n}: use at least 1")
+
+        def generate() -> Generator[Tensor]:
+            self._captures = [
+                Capture(replace(feed, place=place, queue=max(feed.queue, 2 * n)))
+                for feed, place in zip(self.feeds, self._places, strict=True)
+            ]
+            try:
+                while until is None or self.position < until:
+                    frames = self._read(n if until is None else min(n, until - self.position))
+                    if not len(frames):
+                        break
+                    yield frames
+            finally:
+                self.close()
+
+        return generate()
+
+    def _read(self, n: int) -> Tensor:
+        """The next `n` frames, fewer at the end; n x 3 x size x size, feed by feed."""
+        parts: list[list[Tensor]] = [[] for _ in self._captures]
+        missing = n
+        while missing and not all(capture.ended for capture in self._captures):
+            if self.idle():
+                for capture in self._captures:  # what is not a whole segment is not learned from
+                    capture.give_back(sum(map(len, parts[self._captures.index(capture)])))
+                return self._none
+            self._ask(missing)
+            asked = {capture.answers: i for i, capture in enumerate(self._captures) if capture.asked}
+            ready, _, _ = select.select(list(asked), [], [], 2 * LOOK_EVERY)
+            for fd, i in asked.items():
+                frames = self._captures[i].look(fd in ready)
+                missing -= len(frames)
+                parts[i].append(frames)
+                self._events += [(redacted(self.feeds[i].where), event) for event in self._captures[i].take_events()]
+            del self._events[:-N_EVENTS]
+        for capture in self._captures:
+            self.account.add(capture.take_account())
+        self._places = [capture.place for capture in self._captures]
+        self.account.learned += n - missing
+        self.position += n - missing
+        return torch.cat([self._none, *(frames.permute(0, 3, 1, 2) for own in parts for frames in own)])
+
+    @property
+    def _none(self) -> Tensor:
+        return torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
+
+    def _ask(self, missing: int) -> None:
+        """Share what is missing among the feeds, so that together they cannot send more."""
+        waiting = [capture for capture in self._captures if not capture.ended]
+        free = missing - sum(capture.asked for capture in waiting)
+        idle = [capture for capture in waiting if not capture.asked]
+        for i, capture in enumerate(idle):
+            if share := -(-free // (len(idle) - i)):
+                capture.ask(share)
+                free -= share
+
+    def close(self) -> None:
+        """End the capture processes. What waited there is passed over."""
+        for capture in self._captures:
+            capture.close()
+            self.account.add(capture.take_account())
+        self._captures = []
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """What happened to which source since this was last asked."""
+        events, self._events = self._events, []
+        return events
+
+    def connections(self) -> dict[str, tuple[bool, int]]:
+        """For each source whether frames come from it, and how often it was lost."""
+        return {redacted(c.feed.where): (c.connected, c.n_lost) for c in self._captures}
+
+    def labels(self, arrivals: Tensor) -> Tensor:
+        raise UserError("frames of a camera have no labels")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "account": self.account.state_dict(), "places": list(self._places)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["places"]) != len(self.feeds):
+            raise UserError(f"the saved stream has {len(state['places'])} sources, this one {len(self.feeds)}")
+        self.position, self.account = state["position"], Account.of(state["account"])
+        self._places = list(state["places"])
+
+
+class Capture:
+    """The process of one feed: asked for frames, started anew when it does not answer or its driver hangs."""
+
+    def __init__(self, feed: Feed):
+        self.feed = feed
+        self.place = feed.place
+        self.ended = self.connected = False
+        self.n_lost = 0
+        self._account = Account()  # of the frames that were answered since it was last taken
+        self._events: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
+        feed = replace(self.feed, place=self.place)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "streamclr.sources.capture"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(int(feed.where),) if feed.kind == "stdin" else (),
+            start_new_session=True,  # Ctrl-C is for the learner, which then ends this
+        )
+        assert self._process.stdout is not None
+        self.answers = self._process.stdout.fileno()
+        self.asked = 0  # frames, until they are answered
+        self._captured = self._accounted = 0  # frames of this process in all, and of them in an account
+        self._deadline = time.monotonic() + START_WITHIN
+        self._tell(asdict(feed))
+
+    def ask(self, most: int) -> None:
+        self.asked, self._deadline = most, max(self._deadline, time.monotonic() + LOOK_EVERY + ANSWER_WITHIN)
+        self._tell({"frames": most, "seconds": LOOK_EVERY})
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._deadline = 0.0  # it has ended
+
+    def look(self, is_ready: bool) -> Tensor:
+        """The frames that have come, n x size x size x 3, perhaps none."""
+        try:
+            if is_ready:
+                return self._answer()
+            if time.monotonic() < self._deadline:
+                return self._frames(bytearray())
+            why = "the capture process does not answer"
+        except (OSError, EOFError, ValueError) as error:
+            why = f"the capture process ended ({error})"
+        self._lost([why])
+        self._end("capture restarted")
+        time.sleep(SHORTEST_WAIT)
+        self._start()
+        return self._frames(bytearray())
+
+    def _answer(self) -> Tensor:
+        header = json.loads(self._line())
+        frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
+        asked, self.asked = self.asked, 0
+        self._captured = header["captured"]
+        own = Account.of(header["account"])
+        self._accounted += own.received
+        self._account.add(own)
+        self._lost(header["events"])
+        self.ended = header["ended"]
+        if header["n"]:
+            self.place = header["place"]
+            if self.n_lost and not self.connected:
+                self._events.append("frames again")
+            self.connected = True
+        if header["quiet"] > self.feed.timeout + ANSWER_WITHIN and self.feed.kind in CAN_HANG and not header["n"]:
+            raise TimeoutError(f"no sign of life for {header['quiet']:.0f} s")
+        if not (header["n"] or self.ended or self.feed.drops):
+            self.ask(asked)  # not yet all of them: nobody else may take its share, so that the order is always the same
+        return frames
+
+    def _lost(self, reasons: list[str]) -> None:
+        self._events += reasons
+        self.n_lost += len(reasons)
+        self.connected &= not reasons
+
+    def _frames(self, content: bytearray) -> Tensor:
+        shape = (-1, self.feed.size, self.feed.size, 3)
+        return (
+            torch.frombuffer(content, dtype=torch.uint8).view(shape) if content else torch.empty(0, *shape[1:]).byte()
+        )
+
+    def take_account(self) -> Account:
+        account, self._account = self._account, Account()
+        return account
+
+    def take_events(self) -> list[str]:
+        events, self._events = self._events, []
+        return events
+
+    def give_back(self, n: int) -> None:
+        """Frames that were answered and will not be learned from: a recording gives them again next time."""
+        if self.feed.drops:
+            self._account.passed["stopped"] += n
+        else:
+            self._account = Account()
+
+    def close(self) -> None:
+        if not self.ended and self.feed.drops:
+            with suppress(OSError, EOFError, ValueError):  # a last look at its account
+                if not self.asked:
+                    self.ask(0)
+                self.give_back(len(self._answer()))
+        self._end("stopped")
+
+    def _end(self, reason: str) -> None:
+        """Kill it, whatever it hangs in. The frames that wait in it are passed over, those of a recording are not."""
+        waiting = self._captured - self._accounted
+        if self.feed.drops and waiting:
+            self._account.add(Account(received=waiting, passed=Counter({reason: waiting})))
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _line(self) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            line += self._exactly(1)
+        return bytes(line)
+
+    def _exactly(self, n: int) -> bytearray:
+        content = bytearray(n)
+        view = memoryview(content)
+        while view:
+            if not select.select([self.answers], [], [], ANSWER_WITHIN)[0]:
+                raise TimeoutError("it stopped in the middle of an answer")
+            if not (count := os.readv(self.answers, [view])):
+                raise EOFError("no more answers")
+            view = view[count:]
+        return content

@@ -1,0 +1,223 @@
+"""Frames of one camera or recording, taken in a process of its own, because a driver's read can hang for ever.
+
+`python -m streamclr.sources.capture` reads its feed (JSON, one line; not an argument, which everybody may see: a URL
+has passwords) and then answers on standard output what is asked on standard input:
+
+    ask     {"frames": at most so many, "seconds": how long to wait for the first}
+    answer  {"n": frames that follow, "account": what became of others since the last answer, "place": where a recording
+            goes on after them, "captured": frames in all, "quiet": seconds without a sign of life, "ended": true if
+            there will be no more, "events": [what happened to the connection]}, and n x size x size x 3 bytes
+
+It ends when its standard input does. It never imports torch: a device may have many cameras.
+"""
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from streamclr.account import Account
+from streamclr.frame import BadFrame, decode
+from streamclr.sources.jpegs import JpegSplitter, mjpeg
+from streamclr.sources.video import VideoError, camera, play, receive
+from streamclr.sources.watch import watch
+
+
+class Lost(Exception):
+    """The connection is gone, or nothing came in time."""
+
+
+class Raw(NamedTuple):
+    """A frame as it came, not yet decoded, so that passing over it costs little."""
+
+    decode: Callable[[int], np.ndarray]  # its square of so many pixels; raises BadFrame
+    place: Any = None  # where a recording goes on after it
+    seconds: float | None = None  # its time in a recording; None: now
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One camera or recording, and how it is taken.
+
+    kind: camera, rtsp, http, stdin, watch or video.
+    drops: what comes too fast is passed over, the oldest first; else the source waits, and gives exactly what is asked.
+    fps, every: take no more frames than so many a second; take every so manieth.
+    timeout: seconds without a frame after which a connection counts as lost.
+    retries: how often in a row a connection is tried again; None is for ever.
+    queue: frames that wait at most.
+    """
+
+    kind: str
+    where: str
+    size: int
+    drops: bool = True
+    fps: float | None = None
+    every: int = 1
+    timeout: float = 10.0
+    retries: int | None = None
+    queue: int = 512
+    place: Any = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether the end of the source is the end, and not the loss of a connection."""
+        return self.kind in ("video", "stdin")
+
+    def open(self) -> Iterator[Raw]:
+        """Frames until the source ends; an exception of `FAILURES` if it is lost."""
+        if self.kind == "camera":
+            return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
+        if self.kind == "rtsp":
+            return (Raw(frame) for frame, _ in receive(self.where, self.timeout))
+        if self.kind == "http":
+            return (Raw(_decoder(frame)) for frame in mjpeg(self.where, self.timeout))
+        if self.kind == "stdin":
+            return (Raw(_decoder(frame)) for frame in _standard_input(int(self.where)))
+        if self.kind == "watch":
+            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, self.place))
+        assert self.kind == "video"
+        start = self.place or 0
+        frames = enumerate(play(self.where), 1)
+        return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
+
+
+FAILURES = (OSError, VideoError, Lost, ValueError)
+SHORTEST_WAIT, LONGEST_WAIT = 0.2, 4.0  # seconds before a connection is tried again
+
+
+def _decoder(content: Any) -> Callable[[int], np.ndarray]:
+    return lambda size: decode(content, size)
+
+
+def _standard_input(fd: int) -> Iterator[bytes]:
+    splitter = JpegSplitter()
+    while data := os.read(fd, 2**16):
+        yield from splitter.feed(data)
+    yield from splitter.rest()
+
+
+class Capture:
+    """A thread that takes frames, and a bounded queue from which they are fetched."""
+
+    def __init__(self, feed: Feed):
+        self.feed = feed
+        self.captured = 0
+        self.ended = False
+        self.events: list[str] = []
+        self._queue: deque[tuple[np.ndarray, Any, Account]] = deque()
+        self._since = Account()  # what became of frames since the last one that was queued
+        self._change = threading.Condition()
+        self._sign_of_life = time.monotonic()
+        self._next = 0.0  # when the next frame is due, if there is a rate to keep
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        feed, n_failed = self.feed, 0
+        while not self.ended:
+            n_before = self.captured
+            try:
+                for raw in feed.open():
+                    self._take(raw)
+                    self._sign_of_life = time.monotonic()
+                why = "the stream ended"
+            except FAILURES as error:
+                why = str(error) or type(error).__name__
+            n_failed = 0 if self.captured > n_before else n_failed + 1
+            with self._change:
+                self._sign_of_life = time.monotonic()
+                self.ended = feed.ends or (feed.retries is not None and n_failed > feed.retries)
+                if n_failed <= 1:  # a camera that stays away is told of once
+                    self.events.append(why)
+                self._change.notify_all()
+            if not self.ended:
+                time.sleep(min(LONGEST_WAIT, SHORTEST_WAIT * 2**n_failed) * random.uniform(0.5, 1.0))
+
+    def _take(self, raw: Raw) -> None:
+        with self._change:
+            self.captured += 1
+            self._since.received += 1
+        if reason := self._passes_over(raw):
+            with self._change:
+                self._since.passed[reason] += 1
+            return
+        try:
+            frame = raw.decode(self.feed.size)
+        except BadFrame as error:
+            with self._change:
+                self._since.rejected[error.reason] += 1
+            return
+        with self._change:
+            while len(self._queue) >= self.feed.queue:
+                if self.feed.drops:
+                    _, _, oldest = self._queue.popleft()
+                    oldest.passed["overload"] += 1
+                    first = self._queue[0][2] if self._queue else self._since
+                    first.add(oldest)
+                else:
+                    self._change.wait(1)
+                    self._sign_of_life = time.monotonic()
+            self._queue.append((frame, raw.place, self._since))
+            self._since = Account()
+            self._change.notify_all()
+
+    def _passes_over(self, raw: Raw) -> str:
+        if (self.captured - 1) % self.feed.every:
+            return "every"
+        if self.feed.fps is not None:
+            now = time.monotonic() if raw.seconds is None else raw.seconds
+            if now < self._next - 1e-6:
+                return "fps"
+            # The next is due a period after this one was, so that the mean rate is kept; not after a pause.
+            self._next = max(self._next + 1 / self.feed.fps, now)
+        return ""
+
+    def fetch(self, most: int, seconds: float) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """The answer to one ask: the oldest frames that wait, once there is one or the time is over."""
+        with self._change:
+            enough = 1 if self.feed.drops else most
+            self._change.wait_for(lambda: len(self._queue) >= enough or self.ended, seconds)
+            n = min(most, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
+            taken = [self._queue.popleft() for _ in range(n)]
+            account = Account()
+            for _, _, own in taken:
+                account.add(own)
+            done = self.ended and not self._queue
+            if self.feed.drops or done:
+                account.add(self._since)
+                self._since = Account()
+            answer = {
+                "n": len(taken),
+                "account": account.state_dict(),
+                "place": taken[-1][1] if taken else None,
+                "captured": self.captured,
+                "quiet": time.monotonic() - self._sign_of_life,
+                "ended": done,
+                "events": self.events,
+            }
+            self.events = []
+            self._change.notify_all()
+        return answer, [frame for frame, _, _ in taken]
+
+
+def serve(asks: BinaryIO, answers: BinaryIO) -> None:
+    capture = Capture(Feed(**json.loads(asks.readline())))
+    for line in asks:
+        ask = json.loads(line)
+        answer, frames = capture.fetch(ask["frames"], ask["seconds"])
+        answers.write(json.dumps(answer).encode() + b"\n")
+        for frame in frames:
+            answers.write(frame.tobytes())
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)
+    os._exit(0)  # not waiting for a thread that may hang in a driver

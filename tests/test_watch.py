@@ -1,0 +1,62 @@
+import itertools
+import os
+import threading
+import time
+
+import pytest
+
+from camera import jpeg
+from streamclr.sources.watch import watch
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("streamclr.sources.watch.POLL_EVERY", 0.02)
+
+
+def names(found, n):
+    return [path.name for path, _ in itertools.islice(found, n)]
+
+
+def test_each_file_once_in_the_order_in_which_it_was_written(tmp_path):
+    for i in (1, 2, 10):
+        (tmp_path / f"f{i}.jpg").write_bytes(jpeg(i))
+        os.utime(tmp_path / f"f{i}.jpg", ns=(0, 1000))
+    (tmp_path / "a.jpg").write_bytes(jpeg(3))
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / ".hidden.jpg").write_bytes(b"")
+    found = watch(str(tmp_path))
+    assert names(found, 4) == ["f1.jpg", "f2.jpg", "f10.jpg", "a.jpg"]
+    threading.Timer(0.1, lambda: (tmp_path / "b.jpg").write_bytes(jpeg(4))).start()
+    assert names(found, 1) == ["b.jpg"]
+
+
+def test_a_file_that_is_being_written_is_waited_for(tmp_path):
+    content = jpeg(5, (400, 400))
+
+    def write():
+        with (tmp_path / "slow.jpg").open("wb", buffering=0) as file:
+            for i in range(0, len(content), 500):
+                file.write(content[i : i + 500])
+                time.sleep(0.01)
+
+    threading.Thread(target=write).start()
+    (path, _) = next(watch(str(tmp_path)))
+    assert path.read_bytes() == content
+
+
+def test_it_goes_on_after_a_mark(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
+        os.utime(tmp_path / f"{i}.jpg", ns=(0, i))
+    _, (_, mark) = itertools.islice(watch(str(tmp_path)), 2)
+    assert names(watch(str(tmp_path), list(mark)), 2) == ["2.jpg", "3.jpg"]
+
+
+def test_a_name_that_comes_again_is_another_file(tmp_path):
+    found = watch(str(tmp_path))
+    (tmp_path / "now.jpg").write_bytes(jpeg(1))
+    assert names(found, 1) == ["now.jpg"]
+    (tmp_path / "now.jpg").unlink()
+    threading.Timer(0.2, lambda: (tmp_path / "now.jpg").write_bytes(jpeg(2))).start()
+    assert names(found, 1) == ["now.jpg"]
