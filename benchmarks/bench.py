@@ -180,8 +180,10 @@ for images in stream.segments(256, until=$images):
     learner.learn_many(images)
 train, test = stream.source.train, stream.source.test
 known = torch.arange(0, len(train), 5)
-guess = knn_probe(extract(learner.model, train, known), train.labels[known], extract(learner.model, test), 10)
-print(json.dumps([(guess == test.labels).double().mean().item()]))
+features, labels, _ = extract(learner.model, train, known)
+tested = extract(learner.model, test)
+guess = knn_probe(features, labels, tested.features, 10)
+print(json.dumps([(guess == tested.labels).double().mean().item()]))
 """
 
 STREAM = """

@@ -3,7 +3,8 @@ import pytest
 import torch
 from PIL import Image
 
-from streamclr import UserError, open_stream
+from streamclr import UserError, open_stream, resnet18
+from streamclr.classifier import evaluate, extract, train_supervised
 
 
 def paint(path, value, size=(16, 16), mode="RGB"):
@@ -77,24 +78,74 @@ def test_modes_become_rgb(tmp_path, mode):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"GIF89a junk", None])
-def test_a_damaged_image_is_named(tmp_path, content):
-    paint(tmp_path / "a.png", 1)
-    paint(tmp_path / "b.png", 2, size=(64, 64))
+def test_damaged_images_are_passed_over(tmp_path, content):
+    for name, value in zip("abcdef", range(6), strict=True):
+        paint(tmp_path / f"{name}.png", value)
     whole = (tmp_path / "b.png").read_bytes()
     damaged = whole[: len(whole) // 2] if content is None else content
-    (tmp_path / "b.png").write_bytes(damaged)
-    with pytest.raises(UserError, match=r"b\.png"):
-        list(open_stream(f"folder:{tmp_path}").segments(2))
-    (tmp_path / "a.png").write_bytes(damaged)  # the first image, whose size is asked for
-    with pytest.raises(UserError, match=r"a\.png"):
-        list(open_stream(f"folder:{tmp_path}").segments(2))
+    for name in "ad":  # the first image, whose size is asked for, and one inside
+        (tmp_path / f"{name}.png").write_bytes(damaged)
+    stream = open_stream(f"folder:{tmp_path}")
+    assert [values(segment) for segment in stream.segments(3)] == [[1, 2, 4], [5]]
+    assert stream.position == 6
+    assert stream.account.is_balanced
+    assert (stream.account.learned, stream.account.rejected.total()) == (4, 2)
+    for name in "bcef":
+        (tmp_path / f"{name}.png").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"not one image of a whole pass can be read; the image .*\.png"):
+        list(open_stream(f"folder:{tmp_path}?size=16").segments(2))
 
 
-def test_an_image_too_large_to_decode_is_named(tmp_path, monkeypatch):
-    paint(tmp_path / "a.png", 1, size=(64, 64))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UserError, match=r"a\.png"):
+def test_a_folder_of_files_that_are_no_images_is_an_error(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(b"text")
+    with pytest.raises(UserError, match=r"none of 3 images can be read; the image .*a\.png"):
         open_stream(f"folder:{tmp_path}")
+
+
+def test_an_endless_stream_of_bad_files_ends(tmp_path):
+    class_folder(tmp_path)
+    stream = open_stream(f"folder:{tmp_path}?stc=5")
+    assert len(stream.read(7)) == 7
+    for path in tmp_path.glob("*/*.png"):
+        path.unlink()
+    with pytest.raises(UserError, match="not one image of a whole pass"):
+        stream.read(7)
+
+
+def test_labels_by_arrival_when_images_were_passed_over(tmp_path):
+    class_folder(tmp_path)
+    bad = ("ant/0", "ant/3", "ant/9", "bee/0", "bee/1", "cat/9")
+    for name in bad:
+        (tmp_path / f"{name}.png").write_bytes(b"")
+    stream = open_stream(f"folder:{tmp_path}?stc=4&seed=2")
+    next(stream.segments(11))
+    resumed = open_stream(f"folder:{tmp_path}?stc=4&seed=2")
+    resumed.load_state_dict(stream.state_dict())
+    first, rest = open_stream(f"folder:{tmp_path}?stc=4&seed=2").read(11), resumed.read(49)
+    seen = [value // 50 for value in values(torch.cat([first, rest]))]  # the class, by its colour
+    assert resumed.labels(torch.arange(60)).tolist() == seen
+    assert resumed.account.rejected == {"empty": resumed.position - 60}
+    assert resumed.account.is_balanced
+
+
+def test_a_bad_file_is_left_out_of_stage_two(tmp_path, model, capsys):
+    class_folder(tmp_path)
+    (tmp_path / "bee" / "2.png").write_bytes(b"")
+    (tmp_path / "bee" / "4.png").write_bytes(b"")
+    source = open_stream(f"folder:{tmp_path}").source
+    for _ in range(2):
+        features, labels, numbers = extract(model, source.train)
+    assert len(features) == len(numbers) == 23
+    assert labels.bincount().tolist() == [8, 7, 8]
+    said = capsys.readouterr().err
+    assert said.count("left out: 1 of 24 labelled images") == 1
+    assert "bee/2.png" in said
+    results, _ = evaluate(model, source.train, source.test, (1.0,))
+    assert (results["n_test"], results["labels"]["1.0"]["n_labels"]) == (5, 23)
+    train_supervised(lambda: resnet18(width=2), source.train, torch.arange(24), epochs=1)
+    with pytest.raises(UserError, match="1 of 1 labelled images"):
+        extract(model, source.test, torch.tensor([2]))
 
 
 def test_empty_folders(tmp_path):

@@ -69,7 +69,7 @@ def test_saved_weights_are_the_learned_ones(config):
     source = open_run_stream(directory.config).source
     from streamclr.classifier import Accuracy, extract
 
-    predicted = head(extract(model, source.test)).argmax(1)
+    predicted = head(extract(model, source.test).features).argmax(1)
     assert Accuracy.of(predicted, source.test.labels, 2).top1 == results["labels"]["1.0"]["accuracy"]
     small, _ = directory.load_classifier(0.1)
     assert not torch.equal(small.linear.weight, head.linear.weight)
@@ -204,13 +204,44 @@ def test_runs_that_start_together_get_directories_of_their_own(tmp_path):
     assert len(set(paths)) == 40
 
 
-def test_a_run_that_fails_before_its_first_step_leaves_nothing(config, tmp_path):
-    for image in (tmp_path / "images" / "ant").iterdir():
-        if image.name != "0.png":
-            image.write_bytes(image.read_bytes()[:100])
-    with pytest.raises(UserError, match="cannot read the image"):
+def spoil(images):
+    for image in images:
+        image.write_bytes(image.read_bytes()[:100])
+
+
+def test_a_run_on_a_folder_of_bad_files_leaves_nothing(config, tmp_path):
+    spoil((tmp_path / "images").glob("*/*.png"))
+    with pytest.raises(UserError, match="not one image of a whole pass can be read"):
         run(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_passes_over_bad_files_and_counts_them(config, tmp_path, capsys):
+    """The learner never sees them, in the stream or in stage two, and the buffer's labels are still right."""
+    spoil(tmp_path / "images" / "ant" / f"{i}.png" for i in range(1, 20))
+    path, results = run(config)
+    account = results["account"]
+    assert account["received"] == 50 == account["learned"] + account["rejected"]["truncated"]
+    assert account["learned"] == results["images"] < 33
+    assert results["n_test"] == 4  # bees: every fifth
+    assert results["labels"]["1.0"]["n_labels"] == 17
+    assert "left out: 15 of 32 labelled images cannot be read; the image" in capsys.readouterr().err
+    buffer = RunDirectory(path).load_buffer()
+    strongest = buffer["images"].float().mean((2, 3)).argmax(1)  # red ants, green bees
+    assert torch.equal(buffer["labels"], strongest)
+
+
+def test_a_run_with_bad_files_is_the_same_after_a_stop(config, tmp_path, monkeypatch):
+    spoil(tmp_path / "images" / "bee" / f"{i}.png" for i in (0, 3, 4, 11))
+    whole, results = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(Pace, "due", lambda self: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped):
+            run(config)
+    path, again = run(config)
+    assert again["account"] == results["account"]
+    assert results["account"]["rejected"]["truncated"] > 3
+    assert content(path) == content(whole)
 
 
 def test_epochs_are_passes_over_the_dataset(config):

@@ -1,9 +1,11 @@
 """Stage two: a classifier from few labels on the frozen encoder, probes, and the supervised baseline (Sec. IV-A)."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 from streamclr.encoder import ContrastiveModel, infer, seeded
 from streamclr.errors import UserError
+from streamclr.frame import BadFrame
 from streamclr.progress import Progress
-from streamclr.sources.dataset import Images
+from streamclr.sources.dataset import Images, readable
 from streamclr.views import StrongViews
 
 
@@ -76,15 +79,44 @@ def draw_labelled(labels: Tensor, fraction: float, classes: tuple[str, ...], see
     return torch.cat(chosen).sort().values
 
 
-def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Tensor:
-    """Features of labelled images, n x d on the CPU: computed once, not augmented, the encoder frozen in eval mode."""
+class Extracted(NamedTuple):
+    """Of the labelled images that can be read: features (n x d on the CPU), labels, and their numbers."""
+
+    features: Tensor
+    labels: Tensor
+    numbers: Tensor
+
+
+def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Extracted:
+    """Features of labelled images: computed once, not augmented, the encoder frozen in eval mode."""
     numbers = torch.arange(len(images)) if numbers is None else numbers
+    parts, read = [], []
+    bad: dict[int, BadFrame] = {}
     with Progress("features", len(numbers)) as bar:
-        parts = []
         for chunk in numbers.split(1024):
-            parts.append(infer(model, images.images(chunk), model.features).cpu())
+            pixels, good, worse = readable(images, chunk)
+            if len(good):
+                parts.append(infer(model, pixels, model.features).cpu())
+            read.append(good)
+            bad |= worse
             bar.advance(len(chunk))
-    return torch.cat(parts)
+    tell_left_out(bad, len(numbers))
+    kept = torch.cat(read)
+    return Extracted(torch.cat(parts), images.labels[kept], kept)
+
+
+def tell_left_out(bad: dict[int, BadFrame], n: int) -> None:
+    if not bad:
+        return
+    message = f"{len(bad)} of {n} labelled images cannot be read; {next(iter(bad.values()))}"
+    if len(bad) == n:
+        raise UserError(message)
+    _say_once(f"left out: {message}")
+
+
+@cache
+def _say_once(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def train_head(
@@ -174,7 +206,9 @@ def train_supervised(
     optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=lr, weight_decay=1e-4)
     views = StrongViews(scale=(0.5, 1.0), jitter=0, grey=0, blur=0)
     generator = torch.Generator(device).manual_seed(seed)
-    pixels, labels = images.images(numbers).to(device), images.labels[numbers].to(device)
+    pixels, good, bad = readable(images, numbers)
+    tell_left_out(bad, len(numbers))
+    pixels, labels = pixels.to(device), images.labels[good].to(device)
     with Progress(f"supervised on {len(numbers):,} labels, epochs", epochs) as bar:
         for _ in range(epochs):
             for batch in torch.randperm(len(pixels), generator=generator, device=device).split(batch_size):
@@ -192,10 +226,10 @@ def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
         torch.linspace(0, len(images) - 1, min(len(images), most)).long()
         for images, most in ((train, 5000), (test, 2000))
     )
-    predicted = knn_probe(
-        extract(model, train, known), train.labels[known], extract(model, test, queries), len(train.classes)
-    )
-    return Accuracy.of(predicted, test.labels[queries], len(train.classes)).top1
+    features, labels, _ = extract(model, train, known)
+    tested = extract(model, test, queries)
+    predicted = knn_probe(features, labels, tested.features, len(train.classes))
+    return Accuracy.of(predicted, tested.labels, len(train.classes)).top1
 
 
 def evaluate(
@@ -204,21 +238,27 @@ def evaluate(
     """Stage two: a head for each label fraction, and both probes on all labels; the heads are returned too."""
     n_classes = len(train.classes)
     draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
-    features, queries = extract(model, train), extract(model, test)
+    known, tested = extract(model, train), extract(model, test)
     heads: dict[float, Classifier] = {}
     labels: dict[str, Any] = {}
     for fraction, numbers in draws.items():
-        heads[fraction] = train_head(features[numbers], train.labels[numbers], n_classes, seed=seed)
-        accuracy = Accuracy.of(heads[fraction](queries).argmax(1), test.labels, n_classes)
+        drawn = torch.isin(known.numbers, numbers)
+        if not drawn.any():
+            raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
+        heads[fraction] = train_head(known.features[drawn], known.labels[drawn], n_classes, seed=seed)
+        accuracy = Accuracy.of(heads[fraction](tested.features).argmax(1), tested.labels, n_classes)
         labels[str(fraction)] = {
-            "n_labels": len(numbers),
+            "n_labels": int(drawn.sum()),
             "accuracy": accuracy.top1,
             "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
         }
-    probe = linear_probe(features, train.labels, n_classes)
-    predicted = {"linear_probe": probe(queries).argmax(1), "knn": knn_probe(features, train.labels, queries, n_classes)}
-    probes = {name: Accuracy.of(guess, test.labels, n_classes).top1 for name, guess in predicted.items()}
-    return {"n_test": len(test), "labels": labels, **probes}, heads
+    probe = linear_probe(known.features, known.labels, n_classes)
+    predicted = {
+        "linear_probe": probe(tested.features).argmax(1),
+        "knn": knn_probe(known.features, known.labels, tested.features, n_classes),
+    }
+    probes = {name: Accuracy.of(guess, tested.labels, n_classes).top1 for name, guess in predicted.items()}
+    return {"n_test": len(tested.labels), "labels": labels, **probes}, heads
 
 
 def evaluate_supervised(
@@ -233,14 +273,16 @@ def evaluate_supervised(
     n_classes = len(train.classes)
     with seeded(seed):
         untrained = ContrastiveModel(encoder()).to(device)
-    untrained_queries = extract(untrained, test)
+    untrained_tested = extract(untrained, test)
     results = {}
     for fraction in fractions:
         numbers = draw_labelled(train.labels, fraction, train.classes, seed)
         model, head = train_supervised(encoder, train, numbers, seed=seed, device=device)
-        frozen = train_head(extract(untrained, train, numbers), train.labels[numbers], n_classes, seed=seed)
-        guesses = {"end_to_end": head(extract(model, test)), "untrained_encoder": frozen(untrained_queries)}
+        features, labels, _ = extract(untrained, train, numbers)
+        frozen = train_head(features, labels, n_classes, seed=seed)
+        guesses = {"end_to_end": (head, extract(model, test)), "untrained_encoder": (frozen, untrained_tested)}
         results[str(fraction)] = {
-            reading: Accuracy.of(logits.argmax(1), test.labels, n_classes).top1 for reading, logits in guesses.items()
+            reading: Accuracy.of(classifier(tested.features).argmax(1), tested.labels, n_classes).top1
+            for reading, (classifier, tested) in guesses.items()
         }
     return results

@@ -12,12 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from streamclr import data, options
 from streamclr.allocator import keep_freed_memory
 from streamclr.compare import CompareConfig, compare, demo
 from streamclr.encoder import infer
 from streamclr.errors import UserError
 from streamclr.experiments import ReproduceConfig, reproduce
+from streamclr.live import LiveStream
 from streamclr.loop import Stopped
 from streamclr.report import Table, labels_heading, percent, results_table, write_report
 from streamclr.run import (
@@ -28,7 +31,8 @@ from streamclr.run import (
     option,
     run,
 )
-from streamclr.stream import open_stream
+from streamclr.sources.dataset import readable
+from streamclr.stream import open_stream, split_source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,18 +139,31 @@ def predict_command(config: PredictConfig) -> None:
     directory = RunDirectory.existing(config.run)
     head, classes = directory.load_classifier(config.fraction)
     model = directory.load_model()
-    takes_size = {"size": directory.config.size} if "size" not in options.split(config.source)[1] else {}
+    takes_size = {"size": directory.config.size} if "size" not in split_source(config.source)[2] else {}
     stream = open_stream(config.source, **takes_size)
-    source = stream.source
-    n_images = config.images if config.images is not None else source.n_images or source.epoch or 100
-    if n_images < 1:
-        raise UserError(f"images is {n_images}: use at least 1")
-    for images in stream.segments(64, until=n_images):
-        first = stream.position - len(images)
+    if config.images is not None and config.images < 1:
+        raise UserError(f"images is {config.images}: use at least 1")
+
+    def classified(images: torch.Tensor) -> list[dict[str, Any]]:
         probabilities = head(infer(model, images, model.features).cpu()).softmax(1)
-        for i, (probability, label) in enumerate(zip(*probabilities.max(1), strict=True)):
-            line = {"image": first + i, "class": classes[int(label)], "probability": round(float(probability), 4)}
-            print(json.dumps(line))
+        return [
+            {"class": classes[int(label)], "probability": round(float(probability), 4)}
+            for probability, label in zip(*probabilities.max(1), strict=True)
+        ]
+
+    if isinstance(stream, LiveStream):
+        for images in stream.segments(1, until=config.images):  # one by one: somebody waits for each
+            print(json.dumps({"image": stream.position - 1} | classified(images)[0]), flush=True)
+        return
+    source = stream.source
+    n_images = config.images or source.n_images or source.epoch or 100
+    for numbers in torch.arange(min(n_images, source.n_images or n_images)).split(64):
+        images, good, bad = readable(source, numbers)
+        lines: dict[int, dict[str, Any]] = {number: {"rejected": error.reason} for number, error in bad.items()}
+        if len(good):
+            lines |= dict(zip(good.tolist(), classified(images), strict=True))
+        for number in numbers.tolist():
+            print(json.dumps({"image": number} | lines[number]))
         sys.stdout.flush()
 
 

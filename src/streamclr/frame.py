@@ -8,7 +8,7 @@ import os
 import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 
@@ -58,7 +58,8 @@ def decode(file: Path | bytes, size: int | None = None, most_pixels: int = 64_00
     with _opened(file, most_pixels) as image:
         if size is not None:
             image.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        image.load()
+        with _libtiff_silent() if image.format == "TIFF" else nullcontext():
+            image.load()
         turn = UPRIGHT.get(_orientation(image))
         image = _eight_bits(image, _name(file))
         if turn is not None:
@@ -117,6 +118,19 @@ def _opened(file: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
             raise BadFrame(what, "unreadable", error.strerror) from error
         cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
         raise BadFrame(what, "truncated" if cut else "damaged", error) from error
+
+
+@contextmanager
+def _libtiff_silent() -> Iterator[None]:
+    """libtiff writes what is wrong with a picture to stderr itself, past Python, as well as failing."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def _name(file: Path | bytes) -> str:

@@ -408,7 +408,7 @@ class RunDirectory:
     def save_buffer(self, learner: Learner, stream: AnyStream) -> None:
         tensors = {k: v for k, v in learner.buffer.state_dict().items() if isinstance(v, torch.Tensor)}
         if stream.source.classes:
-            tensors["labels"] = stream.source.labels(learner.buffer.arrivals.cpu())
+            tensors["labels"] = stream.labels(learner.buffer.arrivals.cpu())
         save_tensors(self.path / "buffer.safetensors", tensors)
 
     def load_buffer(self) -> dict[str, torch.Tensor]:

@@ -3,7 +3,9 @@
 import glob
 import inspect
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +15,12 @@ import torch
 from torch import Tensor
 
 from streamclr import options as opts
+from streamclr.account import Account
 from streamclr.data import DATASETS, dataset
 from streamclr.errors import UserError
 from streamclr.live import KINDS, LiveStream, make_feed
 from streamclr.sources.capture import Feed
-from streamclr.sources.dataset import Images
+from streamclr.sources.dataset import Images, readable
 from streamclr.sources.folder import folder, imagenet
 from streamclr.sources.synthetic import Synthetic
 
@@ -136,7 +139,7 @@ def _lines(path: str) -> list[str]:
 
 
 class Stream:
-    """A dataset or a rendered world as a stream."""
+    """The images of a source that can be read; the others are passed over and counted."""
 
     live = False
     fps = None
@@ -145,35 +148,57 @@ class Stream:
         self.idle: Callable[[], bool] = lambda: False  # never called: there is always a next image
         self.source = source
         self.position = 0  # the number of the next image
+        self.account = Account()
+        self.skipped: list[int] = []  # the numbers of the images that were passed over
 
     @property
     def size(self) -> int:
         """The side of its images in pixels."""
-        return self.source.images(torch.tensor([0])).shape[-1]
+        return Stream(self.source).read(1).shape[-1]
 
-    def read(self, n: int) -> Tensor:
-        """The next `n` images, n x 3 x H x W."""
-        images = self.source.images(torch.arange(self.position, self.position + n))
-        self.position += n
-        return images
+    def read(self, n: int, until: int | None = None) -> Tensor:
+        """The next `n` images that can be read, n x 3 x H x W; fewer where the stream ends, or before `until`."""
+        end = min(e for e in (until, self.source.n_images, sys.maxsize) if e is not None)
+        parts, n_left, last_good = [torch.empty(0, dtype=torch.uint8)], n, self.position
+        while n_left and self.position < end:
+            numbers = torch.arange(self.position, min(self.position + n_left, end))
+            images, good, bad = readable(self.source, numbers)
+            self.account.add(Account(len(numbers), len(good), rejected=Counter(e.reason for e in bad.values())))
+            self.skipped += bad
+            self.position += len(numbers)
+            parts.append(images)
+            n_left -= len(good)
+            if len(good):
+                last_good = self.position
+            elif self.source.epoch is not None and self.position - last_good >= self.source.epoch:
+                raise UserError(f"not one image of a whole pass can be read; {next(iter(bad.values()))}")
+        return torch.cat(parts)
 
-    def segments(self, n: int, until: int | None = None) -> Iterator[Tensor]:
+    def labels(self, arrivals: Tensor) -> Tensor:
+        """The labels of images by the order in which they were read, in which those passed over have no number."""
+        skipped = torch.tensor(self.skipped, dtype=torch.long)
+        before = skipped - torch.arange(len(skipped))  # how many had been read when each was passed over
+        return self.source.labels(arrivals + torch.searchsorted(before, arrivals, right=True))
+
+    def segments(self, n: int, until: int | None = None) -> Generator[Tensor]:
         """Segments of `n` images until the stream ends, or until image number `until`; the last may be smaller."""
         if n < 1:
             raise UserError(f"the segment size is {n}: use at least 1")
-        ends = [end for end in (until, self.source.n_images) if end is not None]
 
-        def generate() -> Iterator[Tensor]:
-            while not ends or self.position < min(ends):
-                yield self.read(min([n] + [end - self.position for end in ends]))
+        def generate() -> Generator[Tensor]:
+            while len(images := self.read(n, until)):
+                yield images
 
         return generate()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "account": self.account.state_dict(), "skipped": list(self.skipped)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+        # Checkpoints from before there was an account have neither.
+        self.account = Account.of(state["account"]) if "account" in state else Account(self.position, self.position)
+        self.skipped = list(state.get("skipped", []))
 
     def take_events(self) -> list[tuple[str, str]]:
         return []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streamclr.errors import UserError
+from streamclr.frame import BadFrame
 from streamclr.options import checked_seed, checked_stc
 
 
@@ -21,6 +22,27 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
     def images(self, numbers: Tensor) -> Tensor: ...
+
+
+class Numbered(Protocol):
+    """A source, or the labelled images of stage two."""
+
+    def images(self, numbers: Tensor) -> Tensor: ...
+
+
+def readable(source: Numbered, numbers: Tensor) -> tuple[Tensor, Tensor, dict[int, BadFrame]]:
+    """Those of the images that can be read, their numbers, and by number what is wrong with the others."""
+    try:
+        return source.images(numbers), numbers, {}
+    except BadFrame:  # one of them at least: again, one by one
+        parts, bad = [torch.empty(0, dtype=torch.uint8)], {}
+    for number in numbers.tolist():
+        try:
+            parts.append(source.images(torch.tensor([number])))
+        except BadFrame as error:
+            bad[number] = error
+    good = [number for number in numbers.tolist() if number not in bad]
+    return torch.cat(parts), torch.tensor(good, dtype=torch.long), bad
 
 
 class ArrayImages:

@@ -1,20 +1,17 @@
 """Image files: a folder with one sub-folder per class, a flat folder, and subsets of ImageNet."""
 
+import glob
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from streamclr.errors import UserError
+from streamclr.frame import BadFrame, decode, dimensions
 from streamclr.options import checked_size
 from streamclr.sources.dataset import DatasetSource
-
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+from streamclr.sources.names import SUFFIXES, natural_key
 
 
 class FileImages:
@@ -29,7 +26,7 @@ class FileImages:
     def images(self, numbers: Tensor) -> Tensor:
         images = torch.empty(len(numbers), 3, self.size, self.size, dtype=torch.uint8)
         for row, number in enumerate(numbers.tolist()):
-            images[row] = read_image(self.paths[number], self.size)
+            images[row] = torch.from_numpy(decode(self.paths[number], self.size)).permute(2, 0, 1)
         return images
 
     def subset(self, numbers: list[int]) -> "FileImages":
@@ -37,47 +34,19 @@ class FileImages:
         return FileImages([self.paths[i] for i in numbers], labels, self.classes, self.size)
 
 
-def read_image(path: Path, size: int) -> Tensor:
-    """3 x size x size, uint8: the upright image in RGB, its shorter side scaled to `size`, the middle cut out."""
-    with _opened(path) as image:
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I;16"):  # Pillow would cut 16 bits at 255 instead of scaling them
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("RGB")
-        if image.size != (size, size):
-            image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-    ) as error:  # Pillow's decoders raise them all
-        raise UserError(f"cannot read the image {path} ({error}): remove it or replace it") from None
-
-
-def natural_key(path: Path) -> list[tuple[int, int | str]]:
-    """frame2 before frame10; the plain name where that leaves a tie."""
-    parts = re.split("([0-9]+)", path.name.lower())
-    key: list[tuple[int, int | str]] = [(0, int(p)) if p[0] in "0123456789" else (1, p) for p in parts if p]
-    return [*key, (2, path.name)]
-
-
 def folder(
     path: str, stc: int | None = None, seed: int = 0, size: int | None = None, passes: int | None = None
 ) -> DatasetSource:
-    """The images of a folder, in natural order, once; `stc=` makes an endless stream of its classes.
+    """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; `stc=` makes an endless stream.
 
     A folder that has `train/` and `val/` (or `test/`) streams the first and is tested on the second. One without is
     tested on every fifth image of each class, whose labels stage two never sees; the stream shows all images.
     """
+    if glob.has_magic(path) and not Path(path).is_dir():
+        paths = sorted(filter(Path.is_file, map(Path, glob.glob(str(Path(path).expanduser())))), key=natural_key)
+        if not paths:
+            raise UserError(f"no file matches {path!r}: give a pattern of image files")
+        return DatasetSource(_files(paths, [], (), size), None, None, stc, seed, 1 if passes is None else passes)
     root = _directory(path, "folder")
     splits = [root / name for name in ("val", "test") if (root / "train").is_dir() and (root / name).is_dir()]
     images = _images(root / "train" if splits else root, size)
@@ -164,7 +133,19 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None
         raise UserError(
             f"no images in {root}: it needs {', '.join(sorted(SUFFIXES))} files, flat or one folder per class"
         )
-    if size is None:
-        with _opened(paths[0]) as image:
-            size = min(224, *image.size)
-    return FileImages(paths, labels, classes, checked_size(size))
+    return _files(paths, labels, classes, size)
+
+
+def _files(paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int | None) -> FileImages:
+    return FileImages(paths, labels, classes, checked_size(_default_size(paths) if size is None else size))
+
+
+def _default_size(paths: list[Path]) -> int:
+    """The first image's, if it can be read; else the next one's."""
+    first = None
+    for path in paths:
+        try:
+            return min(224, *dimensions(path))
+        except BadFrame as error:
+            first = first or error
+    raise UserError(f"none of {len(paths)} images can be read; {first}")
