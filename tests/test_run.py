@@ -12,7 +12,8 @@ from PIL import Image
 
 from streamclr import Learner, UserError
 from streamclr.checkpoint import Checkpoints, Pace, load_tensors
-from streamclr.run import RunConfig, RunDirectory, Stopped, make_learner, new_directory, open_run_stream, resolved, run
+from streamclr.loop import Stopped
+from streamclr.run import RunConfig, RunDirectory, make_learner, new_directory, open_run_stream, resolved, run
 
 
 def make_folder(root, n=20, size=16, classes=("ant", "bee")):

@@ -93,9 +93,10 @@ class Loop:
                 for images in segments:
                     step = self._step(images)
                     bar.advance(len(images), str(step or "undone"))
+                    is_due = self.checkpoints.due()
                     if self.asked.signal:
                         break
-                    if self.checkpoints.due():
+                    if is_due:
                         self._save()
                     self._rest(step)
             self._tell_of_the_stream(now=True)

@@ -109,7 +109,7 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
         return "stdin", "", options
     if re.fullmatch("[0-9]+|/dev/video[0-9]+", text):
         return "camera", text if text.startswith("/") else f"/dev/video{text}", options
-    if file.is_dir() or (glob.has_magic(text) and glob.glob(text)):
+    if (text and file.is_dir()) or (glob.has_magic(text) and glob.glob(text)):
         return "folder", text, options
     if file.is_file() and file.suffix.lower() in VIDEOS:
         return "video", text, options
