@@ -267,19 +267,44 @@ def test_a_header_is_checked_before_anything_is_decoded(monkeypatch):
         assert error.value.reason == reason
 
 
+def test_pictures_that_their_bytes_do_not_cover():
+    """Pillow would make up the rest."""
+    rows = {256: (4, 8), 257: (4, 9), 258: (3, 8), 259: (3, 1), 262: (3, 1), 273: (4, 8), 277: (3, 1), 278: (4, 6)}
+    short = tiff(rows | {279: (4, 48)}, noise(channels=0).tobytes())
+    gif = bytearray(encoded(Image.new("P", (64, 48)), "GIF") + bytes(10_000))
+    gif[6:10] = (3000).to_bytes(2, "little") * 2
+    for data in (short, bytes(gif)):
+        with pytest.raises(BadFrame, match="pixels are there, of"):
+            decode(data)
+    gif[6:10] = (100).to_bytes(2, "little") * 2
+    assert decode(bytes(gif)).shape == (100, 100, 3)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_a_black_frame_is_a_frame(format):
+    options = {"JPEG": {"optimize": True}, "WEBP": {"lossless": True}, "TIFF": {"compression": "tiff_deflate"}}
+    for mode in ("RGB", "L"):
+        data = encoded(Image.new(mode, (1920, 1080)), format, **options.get(format, {}))
+        assert decode(data, 32).max() <= 1
+
+
 FUZZ = """
 import json, sys, warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from malformed import malformed
+from malformed import malformed, whole_images
 from streamclr.frame import BadFrame, decode, dimensions
 warnings.simplefilter("error")
 
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
-counts, before = Counter(), 0
+for data in whole_images().values():  # so that Pillow's plugins are loaded
+    with suppress(BadFrame):
+        decode(data)
+counts, before = Counter(), peak()
 for number, (kind, data) in enumerate(malformed(int(sys.argv[2]))):
     size = (None, 8, 32)[number % 3]
     try:
@@ -290,8 +315,6 @@ for number, (kind, data) in enumerate(malformed(int(sys.argv[2]))):
         counts["decoded"] += 1
     except BadFrame as error:
         counts[error.reason] += 1
-    if number == 20:  # Pillow's plugins are loaded by now
-        before = peak()
 print(json.dumps([counts, (peak() - before) / 1024]))
 """
 

@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 
 from streamclr.errors import UserError
 
@@ -28,7 +28,8 @@ REASONS = (
 )
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # The most pixels that a byte can hold: of a black picture, in the densest variant of the format.
-PIXELS_PER_BYTE = {"JPEG": 400, "MPO": 400, "PNG": 8_300, "GIF": 2_800, "BMP": 130, "PPM": 8, "WEBP": 100_000}
+PIXELS_PER_BYTE = {"JPEG": 400, "MPO": 400, "PNG": 8_300, "WEBP": 600, "GIF": 2_800, "BMP": 130, "PPM": 8}
+FULL_HD = 1920 * 1080  # up to here a sparse picture costs little
 UPRIGHT = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -55,13 +56,13 @@ def decode(file: Path | bytes, size: int | None = None, most_pixels: int = 64_00
 
     size: the shorter side is scaled to it and the middle cut out; without, the picture keeps its size.
     """
-    with _opened(file, most_pixels) as image:
+    with _opened(file, most_pixels) as opened:
         if size is not None:
-            image.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        with _libtiff_silent() if image.format == "TIFF" else nullcontext():
-            image.load()
-        turn = UPRIGHT.get(_orientation(image))
-        image = _eight_bits(image, _name(file))
+            opened.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
+        with _libtiff_silent() if opened.format == "TIFF" else nullcontext():
+            opened.load()
+        turn = UPRIGHT.get(_orientation(opened))
+        image = _eight_bits(opened, _name(file))
         if turn is not None:
             image = image.transpose(turn)
         if size is not None:
@@ -89,7 +90,7 @@ def _fit(image: Image.Image, size: int) -> Image.Image:
 
 
 @contextmanager
-def _opened(file: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
+def _opened(file: Path | bytes, most_pixels: int) -> Iterator[ImageFile.ImageFile]:
     """A picture whose header was checked; whatever goes wrong with it, inside the block too, is a BadFrame."""
     what = _name(file)
     try:
@@ -106,6 +107,7 @@ def _opened(file: Path | bytes, most_pixels: int) -> Iterator[Image.Image]:
             data.seek(0)
             with Image.open(data, formats=FORMATS) as image:
                 _check_size(what, image.format, image.size, n_bytes, most_pixels)
+                _check_cover(what, image)
                 yield image
     except BadFrame:
         raise
@@ -143,8 +145,22 @@ def _check_size(what: str, format: str | None, size: tuple[int, int], n_bytes: i
         raise BadFrame(what, "empty", claim)
     if n_pixels > most_pixels:
         raise BadFrame(what, "too large", f"{claim}, and {most_pixels:,} are allowed")
-    if n_pixels > n_bytes * PIXELS_PER_BYTE.get(format or "", 10_000):
+    most = n_bytes * PIXELS_PER_BYTE.get(format or "", 10_000)
+    if format == "WEBP":  # of one colour it takes a few dozen bytes at any size
+        most = max(most, FULL_HD)
+    if n_pixels > most:
         raise BadFrame(what, "truncated", f"{claim}, which its {n_bytes} bytes cannot hold")
+
+
+def _check_cover(what: str, image: ImageFile.ImageFile) -> None:
+    """A TIFF may lack strips, and the first frame of an animation be a dot in a large canvas: Pillow would fill up."""
+    boxes = [image.info["bbox"]] if "bbox" in image.info else [tile[1] for tile in image.tile if tile[1]]
+    if not boxes or (image.format == "GIF" and image.width * image.height <= FULL_HD):
+        return
+    # A box is left, top, right, bottom.
+    right, bottom = max(box[2] for box in boxes), max(box[3] for box in boxes)
+    if right * bottom < image.width * image.height:  # by area: a TIFF may be turned already
+        raise BadFrame(what, "damaged", f"{right} x {bottom} pixels are there, of {image.width} x {image.height}")
 
 
 def _webp_size(head: bytes) -> tuple[int, int] | None:
