@@ -170,7 +170,7 @@ def test_bad_configurations_leave_nothing_behind(config, tmp_path, change, told)
 
 
 def test_a_loss_that_is_not_finite_leaves_no_results(config, tmp_path):
-    with pytest.raises(UserError, match="the loss is"):
+    with pytest.raises(UserError, match="the loss at step 2 is not finite"):
         run(dataclasses.replace(config, lr=1e30))
     assert not (tmp_path / "run" / "results.json").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()

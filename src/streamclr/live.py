@@ -169,7 +169,9 @@ class LiveStream:
         """Share what is missing among the feeds, so that together they cannot send more."""
         waiting = [capture for capture in self._captures if not capture.ended]
         free = missing - sum(capture.asked for capture in waiting)
-        idle = [capture for capture in waiting if not capture.asked]
+        # Recordings are asked when all have answered, so that who gives how much does not depend on who is fast.
+        late = any(capture.asked and not capture.feed.drops for capture in waiting)
+        idle = [capture for capture in waiting if not capture.asked and (capture.feed.drops or not late)]
         for i, capture in enumerate(idle):
             if share := -(-free // (len(idle) - i)):
                 capture.ask(share)

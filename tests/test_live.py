@@ -1,0 +1,358 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from camera import Camera, jpeg, number_of, numbered
+from streamclr import UserError, open_stream
+from streamclr.live import LiveStream
+from streamclr.run import RunConfig, RunDirectory, run
+
+av = pytest.importorskip("av")
+
+
+@pytest.fixture
+def camera():
+    cameras = []
+
+    def make(*args, **kwargs):
+        cameras.append(Camera(*args, **kwargs))
+        return cameras[-1]
+
+    yield make
+    for one in cameras:
+        one.close()
+
+
+def write_clip(path, n=60, fps=30, size=64, codec="mpeg4"):
+    """A clip whose frames carry their numbers."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width = stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 4_000_000
+        for i in range(n):
+            container.mux(stream.encode(av.VideoFrame.from_image(numbered(i, (size, size)))))
+        container.mux(stream.encode())
+    return path
+
+
+def numbers(images):
+    return [number_of(image) for image in images]
+
+
+def test_a_clip_is_played_frame_by_frame_and_ends(tmp_path):
+    stream = open_stream(write_clip(tmp_path / "clip.mp4"), size=32)
+    assert stream.fps == 30
+    segments = list(stream.segments(25))
+    assert [len(segment) for segment in segments] == [25, 25, 10]
+    assert segments[0].shape == (25, 3, 32, 32)
+    assert segments[0].dtype == torch.uint8
+    assert numbers(torch.cat(segments)) == list(range(60))
+    assert stream.position == stream.account.learned == stream.account.received == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "due", "passed"),
+    [
+        ("every=7", list(range(0, 60, 7)), {"every": 51}),
+        ("fps=10", list(range(0, 60, 3)), {"fps": 40}),
+        ("fps=15&every=2", list(range(0, 60, 2)), {"every": 30}),
+    ],
+)
+def test_fewer_frames_and_all_in_the_account(tmp_path, options, due, passed):
+    stream = open_stream(f"{write_clip(tmp_path / 'clip.mp4')}?{options}", size=32)
+    found = [number for images in stream.segments(16) for number in numbers(images)]
+    assert found == due
+    assert dict(stream.account.passed) == passed
+    assert stream.account.received == 60
+    assert stream.account.is_balanced
+
+
+def test_a_clip_goes_on_where_it_was(tmp_path):
+    clip = write_clip(tmp_path / "clip.mp4")
+    stream = open_stream(clip, size=32)
+    segments = stream.segments(16)
+    first = [next(segments), next(segments)]
+    segments.close()
+    state = json.loads(json.dumps(stream.state_dict()))
+    again = open_stream(clip, size=32)
+    again.load_state_dict(state)
+    rest = list(again.segments(16))
+    assert numbers(torch.cat([*first, *rest])) == list(range(60))
+    assert again.account.received == again.account.learned == 60
+
+
+def test_several_recordings_meet_in_an_order_that_is_always_the_same(tmp_path):
+    clips = [write_clip(tmp_path / f"{i}.mp4", n) for i, n in enumerate((20, 45, 30))]
+    (tmp_path / "all.txt").write_text("# cameras\n" + "\n".join(map(str, clips)))
+    orders = []
+    for _ in range(3):
+        stream = open_stream(tmp_path / "all.txt", size=32)
+        orders.append([numbers(images) for images in stream.segments(16)])
+        assert stream.account.learned == 95
+    assert orders[0] == orders[1] == orders[2]
+    assert [len(segment) for segment in orders[0]] == [16] * 5 + [15]
+
+
+def test_a_damaged_clip_gives_what_can_be_decoded(tmp_path):
+    clip = write_clip(tmp_path / "clip.avi", codec="mjpeg")
+    content = bytearray(clip.read_bytes())
+    for start in range(8000, len(content) - 2000, 9000):
+        content[start : start + 300] = bytes(300)
+    clip.write_bytes(content)
+    stream = open_stream(clip, size=32)
+    found = [number for images in stream.segments(16) for number in numbers(images)]
+    assert 10 < len(found) < 60 or stream.account.rejected
+    assert stream.account.is_balanced
+    clip.write_bytes(b"junk" * 100)
+    with pytest.raises(UserError, match="cannot play"):
+        open_stream(clip)
+
+
+def test_a_camera_over_http(camera):
+    source = camera(fps=100, last=90)
+    stream = open_stream(f"{source.url}?id=7", size=32, timeout=2)
+    assert stream.feeds[0].where.endswith("?id=7")
+    found = numbers(torch.cat(list(stream.segments(30, until=90))))
+    assert found == list(range(90))
+    assert stream.account.is_balanced
+    assert not stream._captures
+
+
+FAULTS = ["reset", "stall", "cut", "close", "resolution", "page", "away"]
+
+
+@pytest.mark.parametrize("n_faults", [7, pytest.param(50, marks=pytest.mark.long)])
+def test_a_camera_that_drops_comes_back(camera, n_faults):
+    """Back in time after every fault, with no invented frame, and no more threads or descriptors than before."""
+    timeout = 1.0
+    source = camera(fps=100, faults=[(20, FAULTS[i % len(FAULTS)]) for i in range(n_faults)])
+    stream = open_stream(source.url, size=32, timeout=timeout)
+    arrived, found, resources = [], [], []
+    for images in stream.segments(4):
+        arrived.append(time.monotonic())
+        found += numbers(images)
+        if not source.faults and source.n_sent > found[-1] + 1 and arrived[-1] > source.fault_times[-1] + 1:
+            break
+        if len(arrived) in (3, 4) or not source.faults:
+            resources.append(_resources(stream._captures[0]._process.pid))
+    back = [min(t for t in arrived if t > fault) - fault for fault in source.fault_times]
+    print(f"{n_faults} faults, back after {max(back):.2f} s at most, {max(resources[2:])} threads and descriptors")
+    assert len(back) == n_faults
+    assert max(back) < timeout + 5
+    assert None not in found
+    assert found == sorted(set(found))  # each once, in order, none made up
+    assert max(found) < source.n_sent
+    assert max(resources[2:])[0] <= max(resources[:2])[0]
+    assert max(r[1] for r in resources[2:]) <= max(r[1] for r in resources[:2]) + 1
+    stream.close()
+    assert stream.account.is_balanced
+    events = [event for _, event in stream.take_events()]
+    assert "frames again" in events
+    assert any("timed out" in event or "no frame" in event for event in events)
+
+
+def _resources(pid):
+    """Threads and descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_one_dead_camera_does_not_stop_the_others(camera, tmp_path):
+    dead, alive = camera(), camera(fps=300)
+    dead.close()
+    (tmp_path / "cameras.txt").write_text(f"{dead.url}\n{alive.url}\n")
+    stream = open_stream(tmp_path / "cameras.txt", size=32, timeout=1)
+    started = time.monotonic()
+    found = [number for images in stream.segments(20, until=200) for number in numbers(images)]
+    assert found == list(range(200))
+    assert time.monotonic() - started < 20
+    assert any("refused" in event for _, event in stream.take_events())
+
+
+@pytest.mark.parametrize("speed", [1, 2, 10, 100])
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.long)])
+def test_too_many_frames_are_passed_over_and_counted(camera, speed, seconds):
+    """The learner takes 25 frames a second; the queue is bounded, memory flat, the account exact."""
+    source = camera(fps=25 * speed)
+    stream = open_stream(source.url, size=32, timeout=5)
+    resident, end = [], None
+    for images in stream.segments(5):
+        end = end or time.monotonic() + seconds
+        assert None not in numbers(images)
+        time.sleep(0.2)  # the step
+        pid = stream._captures[0]._process.pid
+        resident.append(_resident(pid))
+        if time.monotonic() > end:
+            break
+    source.stop.set()
+    time.sleep(0.5)
+    stream.close()
+    account = stream.account
+    print(f"{speed} times as fast: {account}")
+    assert account.is_balanced
+    assert account.received == source.n_sent
+    assert account.learned == stream.position
+    assert (account.passed["overload"] > 0) == (speed > 2 or (speed == 2 and seconds > 30))
+    if seconds > 30:
+        assert resident[-1] < 1.01 * resident[len(resident) // 3]
+
+
+def _resident(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
+def test_a_capture_process_that_hangs_is_replaced(camera, monkeypatch):
+    monkeypatch.setattr("streamclr.live.ANSWER_WITHIN", 0.5)
+    source = camera(fps=100)
+    stream = open_stream(source.url, size=32, timeout=1)
+    segments = stream.segments(10)
+    next(segments)
+    monkeypatch.setattr("streamclr.live.START_WITHIN", 20.0)
+    first = stream._captures[0]._process
+    stream._captures[0]._deadline = 0.0
+    os.kill(first.pid, 19)  # SIGSTOP: it answers nothing any more
+    assert None not in numbers(next(segments))
+    assert stream._captures[0]._process.pid != first.pid
+    assert first.poll() is not None
+    events = [event for _, event in stream.take_events()]
+    assert any("does not answer" in event for event in events)
+    segments.close()
+    assert stream.account.is_balanced
+
+
+def test_the_capture_process_ends_with_its_parent(camera, tmp_path):
+    source = camera(fps=100)
+    program = (
+        "import sys; from streamclr import open_stream\n"
+        f"stream = open_stream({source.url!r}, size=32)\n"
+        "for images in stream.segments(4):\n"
+        "    print(stream._captures[0]._process.pid, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_jpegs_on_standard_input(tmp_path):
+    content = b"".join(jpeg(i) for i in range(40)) + jpeg(40)[:300] + jpeg(41) + jpeg(42)[:-2]
+    program = (
+        "from streamclr import open_stream\n"
+        "stream = open_stream('-?overload=wait', size=32)\n"
+        "print(sum(len(images) for images in stream.segments(16)), stream.account)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, check=True)
+    assert done.stdout.decode().startswith("41 43 frames = 41 learned from")
+    assert b"2 truncated" in done.stdout
+
+
+def test_a_directory_that_is_being_written_to(tmp_path):
+    def write():
+        for i in range(40):
+            (tmp_path / f"{i}.jpg").write_bytes(jpeg(i) if i != 20 else b"")
+            time.sleep(0.01)
+
+    threading.Thread(target=write).start()
+    stream = open_stream(f"watch:{tmp_path}", size=32)
+    found = numbers(torch.cat(list(stream.segments(10, until=30))))
+    assert found == [i for i in range(31) if i != 20]
+    again = open_stream(f"watch:{tmp_path}", size=32)
+    again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert numbers(torch.cat(list(again.segments(9, until=39)))) == list(range(31, 40))
+    assert again.account.is_balanced
+    assert dict(again.account.rejected) == {"empty": 1}
+
+
+def test_a_stop_while_there_is_no_frame(camera):
+    source = camera(fps=50, faults=[(20, "stall")])
+    stream = open_stream(source.url, size=32, timeout=30)
+    stop = threading.Event()
+    threading.Timer(3, stop.set).start()
+    stream.idle = stop.is_set
+    started = time.monotonic()
+    assert sum(len(images) for images in stream.segments(16)) == 16
+    assert time.monotonic() - started < 10
+    assert stream.account.learned == 16
+    assert stream.account.is_balanced
+    assert stream.account.received == 20
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("/dev/video77", "no camera '/dev/video77'"),
+        ("77", "no camera '/dev/video77'"),
+        ("watch:nowhere", "no directory 'nowhere'"),
+        ("watch:", "needs a directory"),
+        ("video:nowhere.mp4", "cannot play 'nowhere.mp4'"),
+        ("http://127.0.0.1:1/?fps=0", "fps is 0"),
+        ("http://127.0.0.1:1/#every=0", "every is 0"),
+        ("http://127.0.0.1:1/#timeout=-1", "timeout is -1"),
+        ("http://127.0.0.1:1/#retries=-1", "retries is -1"),
+        ("http://127.0.0.1:1/#overload=maybe", "overload is 'maybe'"),
+        ("http://127.0.0.1:1/#stc=5", "has no option 'stc'"),
+        ("rtsp://u:secret@127.0.0.1:1/#size=1", "size is 1"),
+        ("list:nowhere.txt", "no file 'nowhere.txt'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(source, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=told) as error:
+        open_stream(source)
+    assert "secret" not in str(error.value)
+
+
+def test_the_options_of_a_url():
+    own = open_stream("http://127.0.0.1:1/video?fps=30&id=2#every=3", size=32).feeds[0]
+    assert (own.where, own.every, own.fps) == ("http://127.0.0.1:1/video?fps=30&id=2", 3, None)
+    ours = open_stream("http://127.0.0.1:1/video?fps=30&id=2", size=32).feeds[0]
+    assert (ours.where, ours.fps) == ("http://127.0.0.1:1/video?id=2", 30)
+
+
+def test_retries_end_the_stream(camera):
+    source = camera()
+    source.close()
+    stream = open_stream(f"{source.url}#retries=1", size=32)
+    assert list(stream.segments(4)) == []
+
+
+def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
+    clip = write_clip(tmp_path / "clip.mp4")
+    path, results = run(
+        RunConfig(source=f"{clip}?every=2", size=16, buffer=8, width=1, out=str(tmp_path / "run"), checkpoint_steps=1)
+    )
+    assert results["images"] == 30
+    assert results["account"] == {"received": 60, "learned": 30, "passed": {"every": 30}, "rejected": {}}
+    source = camera(fps=200)
+    url = source.url.replace("//", "//me:secret@")
+    path, results = run(
+        RunConfig(source=url, size=16, buffer=8, width=1, images=24, out=str(tmp_path / "camera"))
+    )
+    assert results["account"]["learned"] == 24
+    for file in path.rglob("*"):
+        assert not file.is_file() or b"secret" not in file.read_bytes()
+    assert RunDirectory(path).config.source == source.url.replace("//", "//me:***@")
+
+
+@pytest.mark.parametrize("clip", ["dog.mp4", "coffee.mp4"])
+def test_real_clips(clip):
+    path = Path(os.environ.get("STREAMCLR_CLIPS", "../shared/data")) / clip
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    stream = open_stream(path, size=48)
+    assert isinstance(stream, LiveStream)
+    images = torch.cat(list(stream.segments(64)))
+    assert stream.account.is_balanced
+    assert len(images) == stream.account.learned > 200
+    assert images.float().std() > 20
