@@ -104,6 +104,12 @@ def test_compare(folder, tmp_path, capsys):
         (["run", "--memory", "lots"], "memory is 'lots': write a size as 600M or 1.5G"),
         (["run", "--memory", "5M", "--width", "4"], "MiB are taken already: use"),
         (["run", "--policy", "contrast?precision=int4"], "precision is 'int4'"),
+        (["doctor", "--source", "nowhere"], "no source 'nowhere'"),
+        (["doctor", "--fps", "0"], "fps is 0: use a number above 0"),
+        (["doctor", "--fps", "nan"], "fps is nan: use a number above 0"),
+        (["doctor", "--width", "0"], "width is 0"),
+        (["run", "--source", "rtps://user:secret@host/1"], "no source 'rtps://user:***@host/1'"),
+        (["run", "--metrics", "door"], "--metrics is 'door': use a whole number"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, told, capsys, tmp_path, monkeypatch):
@@ -133,7 +139,7 @@ def test_a_journal_that_is_being_written_can_be_reported(folder, tmp_path):
     assert main(["report", "r"]) == 0
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "eval", "predict", "report", "compare", "data"])
+@pytest.mark.parametrize("command", ["demo", "run", "eval", "predict", "report", "compare", "data", "doctor"])
 def test_help_tells_every_option_with_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from streamclr import data, options
 from streamclr.allocator import keep_freed_memory
 from streamclr.compare import CompareConfig, compare, demo
+from streamclr.doctor import DoctorConfig, diagnose
 from streamclr.encoder import infer
 from streamclr.errors import UserError
 from streamclr.experiments import ReproduceConfig, reproduce
@@ -39,10 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         command, config = parse(sys.argv[1:] if argv is None else argv)
-        command(config)
-        return 0
+        return command(config) or 0
     except UserError as error:
-        print("streamclr:", *str(error).split(), file=sys.stderr)  # one line, whatever it quotes
+        print("streamclr:", *options.redacted(str(error)).split(), file=sys.stderr)  # one line, whatever it quotes
         return 2
     except BrokenPipeError:  # `streamclr predict … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -196,8 +197,18 @@ def data_command(config: DataConfig) -> None:
     print(data.get(config.name, None if config.from_ is None else Path(config.from_).expanduser()))
 
 
+def doctor_command(config: DoctorConfig) -> int:
+    diagnosis = diagnose(config)
+    if config.json:
+        print(json.dumps(diagnosis.as_dict(), indent=1))
+    else:
+        for name, text in diagnosis.rows():
+            print(textwrap.fill(text, 80, initial_indent=f"{name:<12}", subsequent_indent=" " * 12))
+    return 0 if diagnosis.is_well else 1
+
+
 # Command: its configuration, what runs it, and which fields are written without a dash.
-COMMANDS: dict[str, tuple[type, Callable[[Any], None], tuple[str, ...]]] = {
+COMMANDS: dict[str, tuple[type, Callable[[Any], int | None], tuple[str, ...]]] = {
     "demo": (DemoConfig, demo_command, ()),
     "run": (RunConfig, run_command, ()),
     "eval": (EvalConfig, eval_command, ("run",)),
@@ -206,6 +217,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], tuple[str, ...]]] = {
     "compare": (CompareConfig, compare_command, ()),
     "reproduce": (ReproduceConfig, reproduce_command, ("name",)),
     "data": (DataConfig, data_command, ("action", "name")),
+    "doctor": (DoctorConfig, doctor_command, ()),
 }
 
 
@@ -214,7 +226,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def parse(argv: Sequence[str]) -> tuple[Callable[[Any], None], Any]:
+def parse(argv: Sequence[str]) -> tuple[Callable[[Any], int | None], Any]:
     """The command and its configuration from the words on the command line."""
     parser = Parser("streamclr", description="Learn from an unlabelled stream; classify from as few as 1 % labels.")
     parser.add_argument("--version", action="version", version=f"streamclr {version('streamclr')}")
