@@ -3,10 +3,11 @@ import json
 
 import pytest
 
-from streamclr import doctor
+from streamclr import Learner, doctor
 from streamclr.cli import main
-from streamclr.doctor import Diagnosis, DoctorConfig, Measured, checkpoint_hours, diagnose, suggested
-from streamclr.machine import GIB, Machine
+from streamclr.diagnosis import Measured
+from streamclr.doctor import DoctorConfig, checkpoint_hours, diagnose, suggested
+from streamclr.machine import GIB
 from streamclr.progress import Progress
 
 FAST = ["--width", "2", "--buffer", "8", "--size", "16"]
@@ -79,11 +80,20 @@ def test_a_buffer_larger_than_the_segment_is_full_when_it_is_measured(monkeypatc
     assert set(batches) == {(16, 4)}
 
 
+def test_a_change_of_scoring_alone_is_measured_without_training(monkeypatch):
+    config = DoctorConfig(width=2, buffer=8, segment=8, size=16, stem="small")
+    monkeypatch.setattr(Learner, "_update", lambda _: pytest.fail("trained"))
+    with Progress("", None) as bar:
+        step = doctor.measured(config, bar, "", training=5.0)
+    assert step.training == 5.0
+    assert 0 < step.scoring < 5
+
+
 def fake(seconds):
     """`measured` with a price for each configuration."""
     tried = []
 
-    def measured(config, bar, what, **_):
+    def measured(config, bar, what, *_, **__):
         tried.append(what)
         return Measured(0.0, seconds(config), config.segment, 0)
 
@@ -128,33 +138,9 @@ def test_less_than_a_frame_a_second_is_every_nth(monkeypatch):
     ]
 
 
-def diagnosis(**changes):
-    machine = Machine("CPU", 2, 2, 4 * GIB, GIB, None, GIB, "3.11", "2.8", None, 2, {}, {}, [])
-    plain = Diagnosis(machine, "synthetic:", 32, 25.0, STEP, GIB, 0.5, [])
-    return dataclasses.replace(plain, **changes)
-
-
-def test_what_is_passed_over_is_told():
-    assert diagnosis().keeps_up
-    late = diagnosis(fps=50.0)
-    assert not late.keeps_up
-    assert dict(late.rows())["as it is"] == "25.0 of 50 frames a second are passed over, 2,160,000 a day"
-
-
-def test_a_disk_that_cannot_hold_the_checkpoints():
-    assert diagnosis().is_well
-    full = diagnosis(machine=dataclasses.replace(diagnosis().machine, disk_free=300 * 2**20))
-    assert full.keeps_up
-    assert not full.is_well
-    assert "400 MiB are needed and the disk has less: make room" in dict(full.rows())["checkpoint"]
-
-
 def test_checkpoints_are_paced_as_the_run_does_it():
     large = dataclasses.replace(STEP, checkpoint=GIB // 2)
     assert checkpoint_hours(DoctorConfig(checkpoint_minutes=10), STEP, 25) == pytest.approx(1 / 6)
     assert checkpoint_hours(DoctorConfig(checkpoint_minutes=10), large, 25) == 0.5
     assert checkpoint_hours(DoctorConfig(checkpoint_minutes=0), STEP, 25) is None
     assert checkpoint_hours(DoctorConfig(checkpoint_steps=3), STEP, 1) == pytest.approx(3 * 100 / 3600)
-    often = dict(diagnosis(step=large, checkpoint_hours=0.1).rows())["checkpoint"]
-    assert "use a larger --checkpoint-steps" in often
-    assert "only at the end" in dict(diagnosis(checkpoint_hours=None).rows())["checkpoint"]

@@ -203,7 +203,8 @@ def doctor_command(config: DoctorConfig) -> int:
         print(json.dumps(diagnosis.as_dict(), indent=1))
     else:
         for name, text in diagnosis.rows():
-            print(textwrap.fill(text, 80, initial_indent=f"{name:<12}", subsequent_indent=" " * 12))
+            lines = textwrap.wrap(text, 68, break_on_hyphens=False)
+            print(f"{name:<12}" + ("\n" + " " * 12).join(lines))
     return 0 if diagnosis.is_well else 1
 
 
