@@ -1,5 +1,6 @@
 """A small MJPEG camera on loopback that fails as told, and frames that carry a number."""
 
+import contextlib
 import io
 import socket
 import struct
@@ -82,6 +83,8 @@ class Camera:
                 self.fault_times.append(time.monotonic())
                 if self._fault(client, fault):
                     return
+            if after is not None and n == 2 * after:  # a change of resolution has been lived through
+                return
             content = jpeg(self.n_sent % 2**BITS, self.size)
             client.sendall(b"--x\r\nContent-Type: image/jpeg\r\n\r\n" + content + b"\r\n")
             self.n_sent += 1
@@ -102,12 +105,17 @@ class Camera:
             self.size = {(64, 64): (128, 96), (128, 96): (64, 64)}[self.size]
             return False
         elif fault == "away":
-            self._socket.close()
+            self._hang_up()
             time.sleep(0.7)
             self._listen(self.port)
             threading.Thread(target=self._serve, daemon=True).start()
         return True
 
+    def _hang_up(self):
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, else the port stays open
+        self._socket.close()
+
     def close(self):
         self.stop.set()
-        self._socket.close()
+        self._hang_up()

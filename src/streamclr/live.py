@@ -146,7 +146,7 @@ class LiveStream:
                     capture.give_back(sum(map(len, parts[self._captures.index(capture)])))
                 return self._none
             self._ask(missing)
-            asked = {capture.answers: i for i, capture in enumerate(self._captures) if capture.asked}
+            asked = {capture.answers: i for i, capture in enumerate(self._captures) if capture.asked is not None}
             ready, _, _ = select.select(list(asked), [], [], 2 * LOOK_EVERY)
             for fd, i in asked.items():
                 frames = self._captures[i].look(fd in ready)
@@ -166,16 +166,20 @@ class LiveStream:
         return torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
 
     def _ask(self, missing: int) -> None:
-        """Share what is missing among the feeds, so that together they cannot send more."""
+        """Share what is missing among the feeds that have frames, so that together they cannot send more."""
         waiting = [capture for capture in self._captures if not capture.ended]
-        free = missing - sum(capture.asked for capture in waiting)
+        free = missing - sum(capture.asked or 0 for capture in waiting)
         # Recordings are asked when all have answered, so that who gives how much does not depend on who is fast.
         late = any(capture.asked and not capture.feed.drops for capture in waiting)
-        idle = [capture for capture in waiting if not capture.asked and (capture.feed.drops or not late)]
-        for i, capture in enumerate(idle):
-            if share := -(-free // (len(idle) - i)):
+        idle = [c for c in waiting if c.asked is None and (c.feed.drops or not late)]
+        able = [capture for capture in idle if capture.has_frames]
+        for i, capture in enumerate(able):
+            if share := -(-free // (len(able) - i)):
                 capture.ask(share)
                 free -= share
+        for capture in idle:
+            if not capture.has_frames:
+                capture.ask(0)  # only whether it has some now
 
     def close(self) -> None:
         """End the capture processes. What waited there is passed over."""
@@ -213,6 +217,7 @@ class Capture:
         self.feed = feed
         self.place = feed.place
         self.ended = self.connected = False
+        self.has_frames = not feed.drops  # a recording always has; a camera, if its last answer says so
         self.n_lost = 0
         self._account = Account()  # of the frames that were answered since it was last taken
         self._events: list[str] = []
@@ -229,7 +234,7 @@ class Capture:
         )
         assert self._process.stdout is not None
         self.answers = self._process.stdout.fileno()
-        self.asked = 0  # frames, until they are answered
+        self.asked: int | None = None  # frames, until they are answered
         self._captured = self._accounted = 0  # frames of this process in all, and of them in an account
         self._deadline = time.monotonic() + START_WITHIN
         self._tell(asdict(feed))
@@ -265,13 +270,14 @@ class Capture:
     def _answer(self) -> Tensor:
         header = json.loads(self._line())
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
-        asked, self.asked = self.asked, 0
+        asked, self.asked = self.asked or 0, None
         self._captured = header["captured"]
         own = Account.of(header["account"])
         self._accounted += own.received
         self._account.add(own)
         self._lost(header["events"])
         self.ended = header["ended"]
+        self.has_frames = header["n"] + header["waiting"] > 0 or not self.feed.drops
         if header["n"]:
             self.place = header["place"]
             if self.n_lost and not self.connected:
@@ -312,7 +318,7 @@ class Capture:
     def close(self) -> None:
         if not self.ended and self.feed.drops:
             with suppress(OSError, EOFError, ValueError):  # a last look at its account
-                if not self.asked:
+                if self.asked is None:
                     self.ask(0)
                 self.give_back(len(self._answer()))
         self._end("stopped")

@@ -5,8 +5,9 @@ has passwords) and then answers on standard output what is asked on standard inp
 
     ask     {"frames": at most so many, "seconds": how long to wait for the first}
     answer  {"n": frames that follow, "account": what became of others since the last answer, "place": where a recording
-            goes on after them, "captured": frames in all, "quiet": seconds without a sign of life, "ended": true if
-            there will be no more, "events": [what happened to the connection]}, and n x size x size x 3 bytes
+            goes on after them, "waiting": frames that could follow, "captured": frames in all, "quiet": seconds without
+            a sign of life, "ended": true if there will be no more, "events": [what happened to the connection]},
+            and n x size x size x 3 bytes
 
 It ends when its standard input does. It never imports torch: a device may have many cameras.
 """
@@ -17,8 +18,9 @@ import random
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
@@ -141,20 +143,18 @@ class Capture:
                 time.sleep(min(LONGEST_WAIT, SHORTEST_WAIT * 2**n_failed) * random.uniform(0.5, 1.0))
 
     def _take(self, raw: Raw) -> None:
-        with self._change:
-            self.captured += 1
-            self._since.received += 1
-        if reason := self._passes_over(raw):
-            with self._change:
-                self._since.passed[reason] += 1
-            return
+        """Decode a frame and queue it; it is in the account once it is known what becomes of it."""
+        self.captured += 1
+        reason, frame = self._passes_over(raw), None
         try:
-            frame = raw.decode(self.feed.size)
+            frame = None if reason else raw.decode(self.feed.size)
+            rejected = Counter[str]()
         except BadFrame as error:
-            with self._change:
-                self._since.rejected[error.reason] += 1
-            return
+            rejected = Counter([error.reason])
         with self._change:
+            self._since.add(Account(1, 0, Counter([reason] if reason else []), rejected))
+            if frame is None:
+                return
             while len(self._queue) >= self.feed.queue:
                 if self.feed.drops:
                     _, _, oldest = self._queue.popleft()
@@ -197,6 +197,7 @@ class Capture:
                 "n": len(taken),
                 "account": account.state_dict(),
                 "place": taken[-1][1] if taken else None,
+                "waiting": len(self._queue),
                 "captured": self.captured,
                 "quiet": time.monotonic() - self._sign_of_life,
                 "ended": done,
@@ -219,5 +220,6 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    with suppress(BrokenPipeError):  # the learner is gone
+        serve(sys.stdin.buffer, sys.stdout.buffer)
     os._exit(0)  # not waiting for a thread that may hang in a driver
