@@ -190,7 +190,9 @@ class Loop:
             time.sleep(min(1.0, left))
 
     def _save(self) -> bool:
-        """A checkpoint, in which nothing is ever infinite or no number."""
+        """A checkpoint, in which nothing is ever infinite or no number; False if the disk would not take it."""
+        if self.learner.n_steps == self.checkpoints.last:
+            return True  # nothing was learned since, and a checkpoint is never written over
         if not self.learner.is_finite():
             raise Damaged(f"weights, statistics or moments are not finite after step {self.learner.n_steps}")
         state = {

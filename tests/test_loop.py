@@ -1,0 +1,229 @@
+import dataclasses
+import errno
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from streamclr import Learner, UserError, resnet18
+from streamclr.checkpoint import Checkpoints
+from streamclr.errors import NotFinite
+from streamclr.learner import all_finite
+from streamclr.loop import Journal
+from streamclr.run import RunConfig, RunDirectory, run
+
+
+@pytest.fixture
+def config(tmp_path):
+    return RunConfig(
+        source="synthetic:?size=8", buffer=8, width=1, images=80, probes=0, fractions="1", checkpoint_steps=1,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+
+
+def events(path):
+    return [json.loads(line)["event"] for line in (path / "events.jsonl").read_text().splitlines()]
+
+
+def at_steps(monkeypatch, steps, damage):
+    """Damage the learner before it takes the given steps, each once."""
+    left, real = list(steps), Learner.learn_many
+
+    def learn_many(self, images):
+        if self.n_steps + 1 in left:
+            left.remove(self.n_steps + 1)
+            with torch.no_grad():
+                damage(self)
+        return real(self, images)
+
+    monkeypatch.setattr(Learner, "learn_many", learn_many)
+
+
+def break_gradient(learner):
+    """This once."""
+    parameter = learner.model.head[0].weight
+    handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.inf)[1])
+
+
+def break_statistic(learner):
+    learner.encoder.bn1.running_mean[0] = math.nan
+
+
+def break_weight(learner):
+    learner.model.head[2].weight[0, 0] = math.inf
+
+
+def break_moment(learner):
+    learner.optimizer.squares[0].view(-1)[0] = math.nan
+
+
+@pytest.mark.parametrize("damage", [break_gradient, break_statistic, break_weight])
+def test_a_step_whose_numbers_break_changes_nothing(damage):
+    learner = Learner(resnet18(width=1), buffer_size=8, seed=1)
+    images = torch.randint(256, (3, 8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    learner.learn_many(images[0])
+    with torch.no_grad():
+        damage(learner)
+    before = json.dumps(_plain(learner.state_dict()))
+    with pytest.raises(NotFinite, match="step 2 is not finite"):
+        learner.learn_many(images[1])
+    state = learner.state_dict()
+    state["buffer"]["n_seen"] -= 8  # the images keep their numbers in the stream
+    assert json.dumps(_plain(state)) == before
+
+
+def _plain(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.tolist()
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return [_plain(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def test_a_broken_step_is_undone_and_the_run_goes_on(config, monkeypatch):
+    at_steps(monkeypatch, [4], break_gradient)
+    path, results = run(config)
+    assert results["steps"] == 9  # of ten segments
+    assert results["account"]["passed"] == {"undone": 8}
+    assert results["account"]["learned"] == 72
+    assert any("step undone: the gradient at step 4" in event for event in events(path))
+
+
+@pytest.mark.parametrize("damage", [break_statistic, break_weight, break_moment])
+def test_a_damaged_learner_goes_back_to_the_last_good_checkpoint(config, tmp_path, monkeypatch, damage):
+    whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    at_steps(monkeypatch, [4], damage)
+    path, results = run(config)
+    assert results["steps"] == 10
+    assert any("back to step 3" in event for event in events(path))
+    for name in ("model.safetensors", "buffer.safetensors"):
+        assert (path / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("damage", [break_gradient, break_statistic, break_weight, break_moment])
+def test_three_in_a_row_end_the_run_loudly_and_no_checkpoint_is_infected(config, tmp_path, monkeypatch, damage):
+    saved = []
+    real = Checkpoints.save
+
+    def save(self, number, state):
+        tensors = [*state["learner"]["model"].values(), *state["learner"]["optimizer"]["squares"]]
+        saved.append(all_finite(tensors))
+        return real(self, number, state)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    at_steps(monkeypatch, [5, 5, 5], damage)
+    with pytest.raises(UserError, match=r"3 (steps in a row|times after step)"):
+        run(config)
+    assert len(saved) >= 4
+    assert all(saved)
+    number, state = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert number == 4
+    assert all_finite(list(state["learner"]["model"].values()))
+    _, results = run(config)  # whatever it was is gone: it goes on
+    assert results["steps"] == 10
+
+
+def test_nan_in_the_input_is_refused():
+    for images in (torch.full((4, 3, 8, 8), math.nan), torch.rand(4, 3, 8, 8)):
+        with pytest.raises(UserError, match=r"torch\.float32: give torch\.uint8"):
+            Learner(resnet18(width=1), buffer_size=4).learn_many(images)
+
+
+def test_collapse_is_told_once(config, monkeypatch, capsys):
+    real = Learner.learn_many
+
+    def learn_many(self, images):
+        return dataclasses.replace(real(self, images), spread=1e-5)
+
+    monkeypatch.setattr(Learner, "learn_many", learn_many)
+    path, _ = run(dataclasses.replace(config, images=400))
+    assert sum("collapse: all projections are alike" in event for event in events(path)) == 1
+
+
+def test_the_spread_tells_alike_from_different():
+    learner = Learner(resnet18(width=2), buffer_size=8, seed=1)
+    images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
+    assert learner.learn_many(images).spread > 0.01
+    with torch.no_grad():
+        learner.model.head[2].weight.zero_()
+        learner.model.head[2].bias.fill_(1.0)
+    assert abs(learner.learn_many(images).spread) < 1e-5
+
+
+def test_a_full_disk_costs_lines_of_the_journal_not_the_run(config, tmp_path, monkeypatch, capsys):
+    real, full = os.write, [False]
+
+    def write(fd, content):
+        if full[0] and "journal.jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
+            real(fd, bytes(content)[:10])  # a part of it still fits
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, content)
+
+    monkeypatch.setattr("streamclr.loop.os.write", write)
+    journal = Journal(tmp_path / "journal.jsonl")
+    for number in range(1, 6):
+        full[0] = number in (2, 3)
+        journal.write({"number": number})
+    size = journal.sync()
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines] == [1, 4, 5]
+    assert size == (tmp_path / "journal.jsonl").stat().st_size
+    assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_duty_rests_between_steps(config, monkeypatch):
+    slept = []
+    monkeypatch.setattr("streamclr.loop.time.sleep", slept.append)
+    clock = [0.0]
+    monkeypatch.setattr("streamclr.loop.time.monotonic", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
+    path, _ = run(dataclasses.replace(config, duty="25%"))
+    spent = sum(step["seconds_scoring"] + step["seconds_training"] for step in RunDirectory(path).steps())
+    assert sum(slept) > 2 * spent
+    for duty in ("0", "0%", "120%", "much"):
+        with pytest.raises(UserError, match="duty"):
+            run(dataclasses.replace(config, duty=duty, out=None))
+
+
+def test_no_memory_is_said_in_one_line(config, monkeypatch):
+    def learn_many(self, images):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+
+    monkeypatch.setattr(Learner, "learn_many", learn_many)
+    with pytest.raises(UserError, match="no memory for a step"):
+        run(config)
+
+
+def test_metrics_are_served_while_it_learns(config, monkeypatch, capsys):
+    import urllib.request
+
+    pages, real = [], Learner.learn_many
+
+    def learn_many(self, images):
+        if self.n_steps == 5:
+            address = capsys.readouterr().err.split("metrics: ")[1].split()[0]
+            pages.append(urllib.request.urlopen(address, timeout=5).read().decode())
+        return real(self, images)
+
+    monkeypatch.setattr(Learner, "learn_many", learn_many)
+    run(dataclasses.replace(config, metrics=0))
+    assert "streamclr_steps_total 5" in pages[0]
+    assert "streamclr_images_learned_total 40" in pages[0]
+    assert "streamclr_checkpoint_step 4" in pages[0]  # that of step 5 came after
+
+
+def test_a_stop_ends_a_rest(config, monkeypatch):
+    from streamclr.loop import Stopped
+
+    started = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 1.5)
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(Stopped):
+            run(dataclasses.replace(config, duty="0.1%"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 20
