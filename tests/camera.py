@@ -34,6 +34,21 @@ def jpeg(number, size=(64, 64)):
     return buffer.getvalue()
 
 
+def write_clip(path, n=60, fps=30, size=64, codec="mpeg4"):
+    """A clip whose frames carry their numbers."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width = stream.height = size
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.bit_rate = 4_000_000
+        for i in range(n):
+            container.mux(stream.encode(av.VideoFrame.from_image(numbered(i, (size, size)))))
+        container.mux(stream.encode())
+    return path
+
+
 class Camera:
     """Serves http://127.0.0.1:PORT/, frame after frame with rising numbers, to one client at a time.
 

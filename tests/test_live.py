@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from camera import Camera, jpeg, number_of, numbered
+from camera import Camera, jpeg, number_of, write_clip
 from streamclr import UserError, open_stream
 from streamclr.live import LiveStream
 from streamclr.run import RunConfig, RunDirectory, run
@@ -28,19 +28,6 @@ def camera():
     yield make
     for one in cameras:
         one.close()
-
-
-def write_clip(path, n=60, fps=30, size=64, codec="mpeg4"):
-    """A clip whose frames carry their numbers."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=fps)
-        stream.width = stream.height = size
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-        stream.bit_rate = 4_000_000
-        for i in range(n):
-            container.mux(stream.encode(av.VideoFrame.from_image(numbered(i, (size, size)))))
-        container.mux(stream.encode())
-    return path
 
 
 def numbers(images):
@@ -337,9 +324,7 @@ def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
     assert results["account"] == {"received": 60, "learned": 30, "passed": {"every": 30}, "rejected": {}}
     source = camera(fps=200)
     url = source.url.replace("//", "//me:secret@")
-    path, results = run(
-        RunConfig(source=url, size=16, buffer=8, width=1, images=24, out=str(tmp_path / "camera"))
-    )
+    path, results = run(RunConfig(source=url, size=16, buffer=8, width=1, images=24, out=str(tmp_path / "camera")))
     assert results["account"]["learned"] == 24
     for file in path.rglob("*"):
         assert not file.is_file() or b"secret" not in file.read_bytes()

@@ -190,7 +190,9 @@ def test_duty_rests_between_steps(config, monkeypatch):
 
 def test_no_memory_is_said_in_one_line(config, monkeypatch):
     def learn_many(self, images):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
+        )
 
     monkeypatch.setattr(Learner, "learn_many", learn_many)
     with pytest.raises(UserError, match="no memory for a step"):
