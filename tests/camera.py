@@ -134,3 +134,77 @@ class Camera:
     def close(self):
         self.stop.set()
         self._hang_up()
+
+
+class RtspCamera:
+    """Serves rtsp://127.0.0.1:PORT/ over TCP, MPEG-4 video whose frames carry their numbers (RFC 2326, RFC 3016).
+
+    stall_after, close_after: frames of a connection after which it is silent, or gone; of the first connection only.
+    """
+
+    def __init__(self, fps=50, stall_after=None, close_after=None):
+        self.fps, self.stall_after, self.close_after = fps, stall_after, close_after
+        self.n_connections = self.n_sent = 0
+        self.stop = threading.Event()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"rtsp://127.0.0.1:{self._socket.getsockname()[1]}/live"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while not self.stop.is_set():
+            with contextlib.suppress(OSError):
+                client, _ = self._socket.accept()
+                with client:
+                    self.n_connections += 1
+                    self._talk(client)
+
+    def _talk(self, client):
+        from fractions import Fraction
+
+        import av
+
+        encoder = av.CodecContext.create("mpeg4", "w")
+        encoder.width = encoder.height = 64
+        encoder.pix_fmt, encoder.time_base, encoder.framerate = "yuv420p", Fraction(1, self.fps), Fraction(self.fps)
+        encoder.bit_rate, encoder.gop_size, encoder.flags = 4_000_000, 1, 1 << 22  # every frame by itself; header apart
+        encoder.open()
+        sdp = (
+            "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=test\r\nt=0 0\r\n"
+            "m=video 0 RTP/AVP 96\r\na=rtpmap:96 MP4V-ES/90000\r\n"
+            f"a=fmtp:96 profile-level-id=1; config={encoder.extradata.hex()}\r\na=control:track1\r\n"
+        )
+        lines = client.makefile("rb")
+        while True:
+            method, sequence = lines.readline().split(b" ")[0].decode(), ""
+            if not method:
+                return
+            while line := lines.readline().strip():
+                if line.lower().startswith(b"cseq:"):
+                    sequence = line.partition(b":")[2].decode().strip()
+            extra = {
+                "DESCRIBE": f"Content-Type: application/sdp\r\nContent-Length: {len(sdp)}\r\n\r\n{sdp}",
+                "SETUP": "Transport: RTP/AVP/TCP;unicast;interleaved=0-1\r\nSession: 1\r\n\r\n",
+                "PLAY": "Session: 1\r\n\r\n",
+            }.get(method, "Public: DESCRIBE, SETUP, PLAY, TEARDOWN\r\n\r\n")
+            client.sendall(f"RTSP/1.0 200 OK\r\nCSeq: {sequence}\r\n{extra}".encode())
+            if method == "PLAY":
+                break
+        for i in range(10**9):
+            if self.stop.is_set() or (self.n_connections == 1 and i == self.close_after):
+                return
+            if self.n_connections == 1 and i == self.stall_after:
+                while client.recv(4096):
+                    pass
+                return
+            for packet in encoder.encode(av.VideoFrame.from_image(numbered(self.n_sent % 2**BITS))):
+                stamp = int(i * 90_000 / self.fps)
+                rtp = struct.pack(">BBHII", 0x80, 0x80 | 96, i % 2**16, stamp, 7) + bytes(packet)
+                client.sendall(b"$\0" + struct.pack(">H", len(rtp)) + rtp)
+            self.n_sent += 1
+            time.sleep(1 / self.fps)
+
+    def close(self):
+        self.stop.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

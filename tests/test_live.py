@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from camera import Camera, jpeg, number_of, write_clip
+from camera import Camera, RtspCamera, jpeg, number_of, write_clip
 from streamclr import UserError, open_stream
+from streamclr.account import Account
+from streamclr.checkpoint import Checkpoints
 from streamclr.live import LiveStream
 from streamclr.run import RunConfig, RunDirectory, run
 
@@ -149,6 +151,26 @@ def test_a_camera_that_drops_comes_back(camera, n_faults):
 def _resources(pid):
     """Threads and descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("fault", [{}, {"stall_after": 20}, {"close_after": 20}])
+def test_a_camera_over_rtsp(fault):
+    source = RtspCamera(**fault)
+    try:
+        stream = open_stream(source.url.replace("//", "//me:secret@"), size=32, timeout=1)
+        segments = stream.segments(10)
+        found = numbers(torch.cat([next(segments) for _ in range(6)]))
+        events = stream.take_events()
+        segments.close()
+    finally:
+        source.close()
+    assert found == list(range(60))
+    assert source.n_connections == 1 + bool(fault)
+    assert stream.account.is_balanced
+    assert len(events) == 2 * bool(fault)
+    assert "secret" not in str(events)
+    if "stall_after" in fault:
+        assert "no frame for 1 s" in str(events)
 
 
 def test_one_dead_camera_does_not_stop_the_others(camera, tmp_path):
@@ -329,6 +351,32 @@ def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
     for file in path.rglob("*"):
         assert not file.is_file() or b"secret" not in file.read_bytes()
     assert RunDirectory(path).config.source == source.url.replace("//", "//me:***@")
+
+
+def test_a_stopped_run_on_a_camera_goes_on(camera, tmp_path):
+    source = camera(fps=100)
+    words = ["run", "--source", f"{source.url}#size=16", "--buffer", "8", "--width", "1", "--policy", "random"]
+    command = [sys.executable, "-m", "streamclr", *words, "--out", str(tmp_path / "run")]
+    states = []
+    for _ in range(2):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        journal = tmp_path / "run" / "journal.jsonl"
+        n_before = len(states) and len(journal.read_text().splitlines())
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if journal.exists() and len(journal.read_text().splitlines()) >= n_before + 5:
+                break
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 143
+        assert "goes on" in process.stderr.read()
+        states.append(Checkpoints(tmp_path / "run" / "checkpoints").latest()[1])
+    for state in states:
+        account = Account.of(state["stream"]["account"])
+        assert account.is_balanced
+        assert account.learned == state["stream"]["position"] == 8 * state["learner"]["n_steps"]
+    assert states[1]["learner"]["n_steps"] >= states[0]["learner"]["n_steps"] + 5
+    assert states[1]["stream"]["account"]["received"] > states[0]["stream"]["account"]["received"]
 
 
 @pytest.mark.parametrize("clip", ["dog.mp4", "coffee.mp4"])

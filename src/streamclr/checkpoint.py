@@ -168,6 +168,7 @@ class Pace:
         self.checkpoints, self.seconds, self.steps = checkpoints, 60 * minutes, steps
         self._wait, self._last, self._n_steps = self.seconds, time.monotonic(), 0
         self.n_failed = 0
+        self._reported = False
         self.last = (checkpoints.numbers() or [0])[-1]  # step of the last one that was written
 
     def due(self) -> bool:
@@ -182,6 +183,11 @@ class Pace:
         try:
             n_bytes = self.checkpoints.save(number, state)
             self._wait, self.last = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR), number
+            if self.seconds and not self._reported:
+                an_hour = 3600 / self._wait * n_bytes / 2**30
+                how_often = f"one every {self._wait / 60:.0f} minutes, {an_hour:.2g} GiB an hour"
+                print(f"checkpoints of {n_bytes / 2**20:.1f} MiB, {how_often}", file=sys.stderr)
+            self._reported = True
         except OSError as error:
             self.n_failed += 1
             print(f"streamclr: no checkpoint of step {number} ({error.strerror or error}): going on", file=sys.stderr)

@@ -152,7 +152,8 @@ class LiveStream:
                 frames = self._captures[i].look(fd in ready)
                 missing -= len(frames)
                 parts[i].append(frames)
-                self._events += [(redacted(self.feeds[i].where), event) for event in self._captures[i].take_events()]
+                where = redacted(self.feeds[i].where)
+                self._events += [(where, redacted(event)) for event in self._captures[i].take_events()]
             del self._events[:-N_EVENTS]
         for capture in self._captures:
             self.account.add(capture.take_account())

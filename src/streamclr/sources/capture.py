@@ -129,14 +129,14 @@ class Capture:
                 for raw in feed.open():
                     self._take(raw)
                     self._sign_of_life = time.monotonic()
-                why = "the stream ended"
+                why = "" if feed.ends else "the stream ended"
             except FAILURES as error:
                 why = str(error) or type(error).__name__
             n_failed = 0 if self.captured > n_before else n_failed + 1
             with self._change:
                 self._sign_of_life = time.monotonic()
                 self.ended = feed.ends or (feed.retries is not None and n_failed > feed.retries)
-                if n_failed <= 1:  # a camera that stays away is told of once
+                if why and n_failed <= 1:  # a camera that stays away is told of once
                     self.events.append(why)
                 self._change.notify_all()
             if not self.ended:

@@ -61,18 +61,20 @@ def frame_rate(path: str) -> float | None:
 
 def _frames(url: str, **how: Any) -> Iterator[Frame]:
     av.logging.set_level(av.logging.PANIC)  # what FFmpeg says of a damaged frame is in the account
-    with av.open(url, **how) as container:
-        if not container.streams.video:
-            raise OSError("there is no video in it")
-        stream = container.streams.video[0]
-        for packet in container.demux(stream):
-            try:
-                frames = packet.decode()
-            except av.error.InvalidDataError:
-                yield _damaged, None
-                continue
-            for frame in frames:
-                yield _damaged if frame.is_corrupt else _squarer(frame), frame.time
+    try:
+        with av.open(url, **how) as container:
+            if not container.streams.video:
+                raise OSError(0, "there is no video in it")
+            for packet in container.demux(container.streams.video[0]):
+                try:
+                    frames = packet.decode()
+                except av.error.InvalidDataError:
+                    yield _damaged, None
+                    continue
+                for frame in frames:
+                    yield _damaged if frame.is_corrupt else _squarer(frame), frame.time
+    except av.error.ExitError:
+        raise TimeoutError(f"no frame for {how['timeout']:g} s") from None
 
 
 def _damaged(size: int) -> np.ndarray:
