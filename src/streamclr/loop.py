@@ -85,7 +85,8 @@ class Loop:
                 print(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics", file=sys.stderr)
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
             self.checkpoints = Pace(self.directory.checkpoints, config.checkpoint_minutes, config.checkpoint_steps)
-            bar = stack.enter_context(Progress(f"learning ({config.policy})", config.images))
+            every = 10 if config.images else 600  # seconds: a run for weeks has a log for weeks
+            bar = stack.enter_context(Progress(f"learning ({config.policy})", config.images, every))
             bar.advance(stream.position)
             stream.idle = self._idle
             self.notifier.ready()
