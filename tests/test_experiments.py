@@ -64,7 +64,7 @@ def in_process(monkeypatch):
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-@pytest.mark.parametrize("name", [n for n in EXPERIMENTS if n not in ("stc", "budget", "sweep")])
+@pytest.mark.parametrize("name", [n for n in EXPERIMENTS if n not in ("stc", "budget", "sweep", "lies")])
 def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys):
     out = shared / "out"
     assert main(["reproduce", name, *QUICK, "--out", str(out)]) == 0
@@ -82,7 +82,7 @@ def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["stc", "budget", "sweep"])
+@pytest.mark.parametrize("name", ["stc", "budget", "sweep", "lies"])
 def test_the_larger_experiments_too(name, shared, in_process, capsys):
     assert main(["reproduce", name, *QUICK, "--out", str(shared / "out")]) == 0
     assert (shared / "out" / f"{name}-300" / "table.md").exists()

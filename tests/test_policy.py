@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import random_images
-from streamclr import ContrastScoring, FIFOReplace, KCenter, RandomReplace, Reservoir, SelectiveBackprop, UserError
+from streamclr import (
+    ContrastScoring,
+    FIFOReplace,
+    Guarded,
+    KCenter,
+    RandomReplace,
+    Reservoir,
+    SelectiveBackprop,
+    UserError,
+)
 from streamclr.buffer import Buffer, Pool
 from streamclr.encoder import infer
 from streamclr.policy import POLICIES, k_center
@@ -19,6 +28,8 @@ MAKERS = {
     **POLICIES,
     "contrast, lazy": lambda: ContrastScoring(rescore_every=3),
     "selective-bp, beta": lambda: SelectiveBackprop(beta=1.0),
+    "contrast, guarded": lambda: Guarded(ContrastScoring()),
+    "random, guarded": lambda: Guarded(RandomReplace()),
 }
 every_policy = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 

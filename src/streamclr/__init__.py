@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from streamclr.buffer import Buffer
     from streamclr.encoder import resnet18, resnet34, resnet50
     from streamclr.errors import UserError
+    from streamclr.guard import Guarded
     from streamclr.learner import Learner, Step
     from streamclr.loss import nt_xent
     from streamclr.policy import (
@@ -25,6 +26,7 @@ __all__ = [
     "Buffer",
     "ContrastScoring",
     "FIFOReplace",
+    "Guarded",
     "KCenter",
     "Learner",
     "RandomReplace",
@@ -41,7 +43,7 @@ __all__ = [
     "resnet50",
 ]
 
-_MODULES = ("buffer", "encoder", "errors", "learner", "loss", "policy", "score", "stream", "views")
+_MODULES = ("buffer", "encoder", "errors", "guard", "learner", "loss", "policy", "score", "stream", "views")
 
 
 def __getattr__(name: str) -> Any:

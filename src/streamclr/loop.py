@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from streamclr.checkpoint import Pace, json_line
 from streamclr.classifier import curve_point
 from streamclr.errors import NotFinite, UserError
+from streamclr.guard import Guarded
 from streamclr.learner import Learner, Step
 from streamclr.metrics import Metrics, of_step
 from streamclr.progress import Progress
@@ -132,6 +133,8 @@ class Loop:
         is_due = self.config.probes and (step.number % self.curve_every == 0 or at_end)
         if source.train and source.test and is_due:
             line["accuracy"] = curve_point(self.learner.model, source.train, source.test)
+        if isinstance(self.learner.policy, Guarded):
+            line["kept_out"] = dict(self.learner.policy.kept_out)
         self.journal.write(line)
         self._watch(step)
         return step

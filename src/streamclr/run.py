@@ -31,6 +31,7 @@ from streamclr.checkpoint import (
 from streamclr.classifier import Classifier, draw_labelled, evaluate, evaluate_supervised
 from streamclr.encoder import ENCODERS, ContrastiveModel, ResNet, seeded
 from streamclr.errors import UserError
+from streamclr.guard import GUARDS, Guarded
 from streamclr.learner import Learner, Step, find_device
 from streamclr.loop import learn
 from streamclr.policy import POLICIES, Policy
@@ -55,6 +56,10 @@ class RunConfig:
     batch: int | None = option(None, "images in one update, drawn from the buffer [all of it]")
     segment: int | None = option(None, "new images in one step [as many as the buffer holds]")
     rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
+    guards: str = option(
+        "auto",
+        f"against frames that lie: on, off, or some of {', '.join(GUARDS)} with commas [on where the source is live]",
+    )
     updates: int = option(1, "updates of the model in one step")
     encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
     width: int = option(64, "channels of the encoder's first stage")
@@ -182,6 +187,7 @@ def resolved(config: RunConfig, stream: AnyStream) -> RunConfig:
         segment=segment,
         size=size,
         stem=stem,
+        guards="on" if config.guards == "auto" and stream.live else config.guards,
     )
 
 
@@ -208,7 +214,9 @@ def make_policy(config: RunConfig) -> Policy:
             raise UserError(f"--rescore-every is for the policy contrast: {name} does not score lazily")
         options["rescore_every"] = str(config.rescore_every)
     defaults = {"seed": config.seed, "temperature": config.temperature}
-    return opts.build(POLICIES[name], {k: v for k, v in defaults.items() if k in takes} | options, f"the policy {name}")
+    chosen = {k: v for k, v in defaults.items() if k in takes} | options
+    policy: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
+    return policy if config.guards in ("auto", "off") else Guarded(policy, config.guards)
 
 
 def make_learner(config: RunConfig) -> Learner:

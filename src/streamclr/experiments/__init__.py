@@ -22,6 +22,7 @@ from streamclr.experiments.iid import iid
 from streamclr.experiments.lab import SCALES, Lab
 from streamclr.experiments.labels import labels
 from streamclr.experiments.lazy import lazy
+from streamclr.experiments.lies import lies
 from streamclr.experiments.stc import stc
 from streamclr.experiments.sweep import sweep
 from streamclr.report import save_plot
@@ -37,6 +38,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     "iid": iid,
     "budget": budget,
     "sweep": sweep,
+    "lies": lies,
 }
 
 

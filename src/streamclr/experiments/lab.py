@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """A function by its name, `module:function`, and its arguments, those of a RunConfig.
+    """A function by its name, `module:function`, and its arguments, those of a RunConfig and its own.
 
     It is given a directory and returns JSON.
     """
@@ -75,7 +75,7 @@ class Job:
         special = {
             name: value
             for name, value in self.arguments.items()
-            if name not in NOT_THE_RUNS and value != getattr(RunConfig, name)
+            if name not in NOT_THE_RUNS and value != getattr(RunConfig, name, None)
         }
         known_by = json.dumps([self.function, special], sort_keys=True)
         return f"{self.title}-{hashlib.sha256(known_by.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
@@ -223,7 +223,12 @@ class Lab:
 
     def _expected(self, jobs: list[Job]) -> str:
         """How long the jobs should take, from a step of each kind of run on this device."""
-        learned = [RunConfig(**job.arguments) for job in jobs if job.arguments["images"]]
+        names = [field.name for field in dataclasses.fields(RunConfig)]
+        learned = [
+            RunConfig(**{name: job.arguments[name] for name in names if name in job.arguments})
+            for job in jobs
+            if job.arguments["images"]
+        ]
         if not learned:
             return "nothing to learn"
         with Progress("timing a step of each kind", None):

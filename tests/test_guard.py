@@ -1,0 +1,302 @@
+import copy
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from conftest import random_images
+from streamclr import ContrastScoring, FIFOReplace, Guarded, Learner, RandomReplace, UserError, open_stream, resnet18
+from streamclr import guard as guard_module
+from streamclr.buffer import Buffer, Pool
+from streamclr.checkpoint import Checkpoints
+from streamclr.experiments.lies import KINDS, Clip, Lying
+from streamclr.guard import GUARDS, contrast, duplicates, looks, neighbour_correlation
+from streamclr.run import RunConfig, make_policy, open_run_stream, resolved
+
+
+def photographs(n, seed=0, size=32):
+    """Images without a lie among them."""
+    return open_stream(f"synthetic:?stc=1&size={size}&seed={seed}").read(n)
+
+
+def make_pool(images, n_old=0):
+    n = len(images)
+    age = torch.cat([torch.ones(n_old), torch.zeros(n - n_old)]).long()
+    return Pool(images.clone(), torch.full((n,), torch.nan), age, torch.arange(n), n_buffer=n_old)
+
+
+def lie(kind, n, size=32):
+    images = photographs(n, seed=1, size=size)
+    return torch.stack([KINDS[kind](x, torch.Generator().manual_seed(i)) for i, x in enumerate(images)])
+
+
+class Spy:
+    """Keeps the newest, and remembers the pools that it was shown."""
+
+    def __init__(self):
+        self.pools = []
+
+    def keep(self, pool, size, model):
+        self.pools.append(pool)
+        pool.rescore(pool.age >= 0, pool.arrival.float())
+        return FIFOReplace().keep(pool, size, model)
+
+
+@pytest.mark.parametrize("make", [ContrastScoring, RandomReplace, FIFOReplace])
+def test_without_lies_it_is_the_policy_itself(make, model):
+    plain, guarded = make(), Guarded(make())
+    for seed in range(3):
+        pools = [make_pool(photographs(24, seed), 12) for _ in range(2)]
+        assert torch.equal(plain.keep(pools[0], 12, model), guarded.keep(pools[1], 12, model))
+        assert torch.equal(pools[0].score.nan_to_num(), pools[1].score.nan_to_num())
+        assert pools[0].n_rescored == pools[1].n_rescored
+    assert not guarded.kept_out
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("uniform", "noise"), ("gaussian", "noise"), ("salt", "noise"), ("dark", "blank"), ("smear", "smear")],
+)
+def test_what_no_camera_sees_is_hidden(kind, reason, model):
+    images = torch.cat([photographs(12), lie(kind, 5)])
+    guarded = Guarded(Spy())
+    assert guarded.keep(make_pool(images), 8, model).max() < 12
+    assert len(guarded.policy.pools[0]) == 12
+    assert guarded.kept_out == {reason: 5}
+
+
+def test_photographs_are_neither_noise_nor_blank():
+    images = photographs(300, size=32)
+    assert neighbour_correlation(images).min() > guard_module.LEAST_CORRELATION
+    assert contrast(images).min() > guard_module.LEAST_CONTRAST
+
+
+def test_frozen_frames_count_once_and_the_one_in_the_buffer_stays(model):
+    images = photographs(10)
+    frozen = (images[3].int() + torch.randint(-1, 1, images[3].shape)).clamp(0, 255).byte()
+    pool = make_pool(torch.cat([images, images[3:4].expand(4, -1, -1, -1), frozen[None]]), n_old=6)
+    guarded = Guarded(Spy(), tolerance=0.7)
+    assert sorted(guarded.keep(pool, 10, model).tolist()) == list(range(10))
+    assert guarded.kept_out == {"duplicates": 5}
+
+
+def test_duplicates_agree_with_a_naive_reference():
+    images = photographs(30)
+    images = torch.cat([images, images[::3], images[::5].float().mul(1.004).round().byte()])
+    for tolerance in (0.0, 0.3, 1.0):
+        kept, expected = [], []
+        for x in images:
+            expected.append(any((x.float() - y.float()).abs().mean() <= tolerance for y in kept))
+            kept += [] if expected[-1] else [x]
+        assert duplicates(images, tolerance).tolist() == expected
+
+
+def test_an_image_leaves_after_its_time(model):
+    pool = make_pool(photographs(12), n_old=8)
+    pool.arrival = torch.tensor([0, 50, 99, 100, 101, 102, 103, 104, 996, 997, 998, 999])
+    guarded = Guarded(Spy(), "stay", stay=112.5)
+    guarded.keep(pool, 8, model)
+    assert guarded.policy.pools[0].arrival.tolist() == pool.arrival[3:].tolist()  # fewer than 900 images after it
+    assert guarded.kept_out == {"stay": 3}
+
+
+def test_where_too_few_are_left_the_least_bad_come_back(model):
+    good = photographs(3)
+    images = torch.cat([lie("dark", 3), good[:1], lie("uniform", 3), good])
+    guarded = Guarded(Spy())
+    assert set(guarded.keep(make_pool(images), 5, model).tolist()) >= {
+        3,
+        8,
+        9,
+    }  # the twin before noise, noise before dark
+    assert guarded.policy.pools[0].arrival.tolist() == [3, 4, 7, 8, 9]
+    assert guarded.kept_out == {"blank": 3, "noise": 2}
+
+
+def test_scores_are_written_back_for_what_the_policy_saw(model):
+    pool = make_pool(torch.cat([lie("uniform", 2), photographs(6)]), n_old=4)
+    Guarded(Spy()).keep(pool, 4, model)
+    assert pool.score.isnan().tolist() == [True, True] + [False] * 6
+    assert pool.n_rescored == 2
+
+
+class Stubborn:
+    """Keeps what is greenest; its score never falls, as that of an image which cannot be learned."""
+
+    def keep(self, pool, size, model):
+        colour = pool.images.float().mean((2, 3))
+        pool.rescore(pool.age >= 0, colour[:, 1] - colour[:, [0, 2]].mean(1) + 0.01 * pool.age)
+        return pool.score.topk(size).indices
+
+
+@cache
+def many_photographs():
+    return photographs(64 * 30)
+
+
+def green_stream(n_steps, share=0.1, seed=0):
+    """Photographs with green frames among them, as different from each other as photographs are."""
+    generator = torch.Generator().manual_seed(seed)
+    for images in many_photographs().clone().split(64)[:n_steps]:
+        green = torch.rand(64, generator=generator) < share
+        images[green, 0], images[green, 2] = images[green, 0] // 4, images[green, 2] // 4
+        yield images, green
+
+
+def share_of_green(policy, model, n_steps=30):
+    buffer, green, shares = Buffer(64), torch.empty(0, dtype=torch.bool), []
+    for images, new in green_stream(n_steps):
+        pool, green = buffer.pool(images), torch.cat([green, new])
+        buffer.replace(pool, policy.keep(pool, min(64, len(pool)), model))
+        shares.append(float(green[buffer.arrivals].float().mean()))
+    return sum(shares[n_steps // 2 :]) / (n_steps - n_steps // 2)
+
+
+def test_quarantine_recognises_newcomers_by_their_looks(model):
+    assert share_of_green(Stubborn(), model) > 0.9
+    guarded = Guarded(Stubborn(), "quarantine")
+    assert share_of_green(guarded, model) < 0.2
+    assert guarded.kept_out["quarantine"] > 100
+
+
+def test_quarantine_needs_scores_that_were_taken_again(model):
+    """Lazy scoring copies scores, and a policy without scores has none: neither makes a suspect."""
+    for policy in (ContrastScoring(rescore_every=50), FIFOReplace()):
+        guarded = Guarded(policy, "quarantine")
+        share_of_green(guarded, model, n_steps=10)
+        assert not guarded.kept_out
+        assert len(guarded._suspects) == 0
+
+
+def test_memory_is_bounded(model, monkeypatch):
+    monkeypatch.setattr(guard_module, "N_SUSPECTS", 40)
+    monkeypatch.setattr(guard_module, "N_STREAM", 50)
+    guarded = Guarded(Stubborn(), "quarantine")
+    share_of_green(guarded, model)
+    assert len(guarded._suspects) == 40
+    assert len(guarded._stream) == 50
+    assert guarded._stream.n_added > 100
+    assert len(guarded._entered) == 64
+    tensors = [v for v in guarded.state_dict()["stream"].values() if isinstance(v, torch.Tensor)]
+    assert [tuple(t.shape) for t in tensors] == [(50, guard_module.N_LOOKS)]
+
+
+def test_the_memory_is_a_ring():
+    memory, looks = guard_module.Memory(5), torch.arange(13.0)[:, None].expand(-1, guard_module.N_LOOKS)
+    for part in looks.split([2, 0, 4, 1, 6]):
+        memory.add(part)
+    assert sorted(memory.looks[:, 0].tolist()) == [8, 9, 10, 11, 12]
+
+
+def test_resumed_it_goes_on_bit_by_bit(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return Learner(
+            resnet18(width=4, stem="half"), Guarded(ContrastScoring(), patience=1), 32, lr=1e-2, seed=3, device="cpu"
+        )
+
+    stream = Lying(open_stream("synthetic:?stc=20&size=32").source, "mixture", 0.2, 32 * 24, seed=0)
+    segments = stream.images(torch.arange(32 * 24)).split(32)
+    whole = make()
+    steps = [dataclasses.replace(whole.learn_many(x), seconds_scoring=0, seconds_training=0) for x in segments]
+    first = make()
+    for x in segments[:14]:
+        first.learn_many(x)
+    Checkpoints(tmp_path).save(14, first.state_dict())
+    again = make()
+    _, state = Checkpoints(tmp_path).latest()
+    again.load_state_dict(state)
+    rest = [dataclasses.replace(again.learn_many(x), seconds_scoring=0, seconds_training=0) for x in segments[14:]]
+    assert rest == steps[14:]
+    assert again.policy.kept_out == whole.policy.kept_out
+    assert whole.policy.kept_out["noise"] > 0
+    assert len(whole.policy._suspects) > 0
+    assert torch.equal(again.policy._suspects.looks, whole.policy._suspects.looks)
+    assert torch.equal(again.buffer.images, whole.buffer.images)
+
+
+def test_a_saved_state_does_not_change_with_the_next_step(model):
+    guarded = Guarded(Stubborn(), "quarantine")
+    share_of_green(guarded, model)
+    state = guarded.state_dict()
+    before = copy.deepcopy(state)
+    guarded._stream.add(torch.zeros(9, guard_module.N_LOOKS))
+    assert torch.equal(state["stream"]["looks"], before["stream"]["looks"])
+
+
+def test_a_stream_with_five_percent_noise():
+    """Learning for real: contrast scoring hoards the noise, with guards the buffer has at most twice its share."""
+    lying = Lying(open_stream("synthetic:?stc=20&size=32").source, "uniform", 0.05, 64 * 60, seed=0)
+    segments = lying.images(torch.arange(64 * 60)).split(64)
+
+    def share(policy):
+        torch.manual_seed(0)
+        learner = Learner(resnet18(width=4, stem="half"), policy, 64, lr=1e-3, seed=0, device="cpu")
+        shares = []
+        for images in segments:
+            learner.learn_many(images)
+            shares.append(float(lying.lies[learner.buffer.arrivals].float().mean()))
+        return sum(shares[30:]) / 30
+
+    assert share(ContrastScoring(precision="fp32")) > 0.1
+    assert share(Guarded(ContrastScoring(precision="fp32"))) <= 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_liars_come_from_a_seed_and_by_number(kind):
+    source = open_stream("synthetic:?stc=20&size=32").source
+    make = [Lying(source, kind, 0.3, 2000, seed) for seed in (0, 0, 1)]
+    numbers = torch.arange(1000, 1040)
+    one, same, other = (lying.images(numbers) for lying in make)
+    assert torch.equal(one, same)
+    assert torch.equal(one[5:9], make[0].images(numbers[5:9]))
+    assert not torch.equal(one, other)
+    lies = make[0].lies[numbers]
+    assert torch.equal(one[~lies], source.images(numbers)[~lies])
+    assert not (one[lies] == source.images(numbers)[lies]).flatten(1).all(1).any()
+    assert 500 < int(make[0].lies.sum()) < 700
+
+
+def test_a_clip_begins_again():
+    clip = Clip(random_images(5))
+    assert torch.equal(clip.images(torch.tensor([3, 4, 5])), clip.frames[[3, 4, 0]])
+
+
+def test_looks_do_not_depend_on_the_company():
+    images = photographs(200, size=32)
+    assert looks(images).shape == (200, guard_module.N_LOOKS)
+    assert torch.allclose(looks(images[150:153]), looks(images)[150:153], atol=1e-5)
+    assert looks(torch.zeros(2, 3, 5, 7, dtype=torch.uint8)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("guards", "live", "expected"),
+    [
+        ("auto", False, None),
+        ("auto", True, GUARDS),
+        ("off", True, None),
+        ("on", False, GUARDS),
+        ("noise, stay", False, ("stay", "noise")),
+    ],
+)
+def test_a_run_has_them_where_they_are_needed(guards, live, expected):
+    config = RunConfig(guards=guards, images=512)
+    stream = open_run_stream(config)
+    stream.live = live
+    policy = make_policy(resolved(config, stream))
+    assert getattr(policy, "guards", None) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"guards": "nose"}, {"guards": ""}, {"tolerance": -1}, {"stay": 0}, {"patience": 0}, {"over": 0.5}]
+)
+def test_bad_options(options):
+    with pytest.raises(UserError):
+        Guarded(FIFOReplace(), **options)
+
+
+def test_duplicates_in_a_large_pool():
+    images = random_images(1100, 8, seed=3)
+    images[600], images[1050], images[1099] = images[5], images[5], images[700]
+    assert duplicates(images, 0.5).nonzero()[:, 0].tolist() == [600, 1050, 1099]
