@@ -123,10 +123,10 @@ class Learner:
         images = _checked(images)
         if self.memory is not None:
             self.fit(images.shape)
+        started = perf_counter()
+        n_before = len(self.buffer)
+        pool = self.buffer.pool(images)  # B ∪ I
         with self._undone_if_not_finite():
-            started = perf_counter()
-            n_before = len(self.buffer)
-            pool = self.buffer.pool(images)  # B ∪ I
             keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
             n_kept = self.buffer.replace(pool, keep)  # the new B
             scored = perf_counter()
@@ -253,7 +253,7 @@ class Learner:
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """By their norms, of which one is infinite too if a gradient is too large to be squared, as Adam does."""
     floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
-    return all(math.isfinite(norm.item()) for norm in torch._foreach_norm(floating))
+    return bool(torch.stack(torch._foreach_norm(floating)).isfinite().all())
 
 
 def find_device(name: torch.device | str | None) -> torch.device:
