@@ -344,7 +344,7 @@ KILLED = """
 import os, random, signal, sys, threading, time
 from streamclr.cli import main
 from streamclr import checkpoint
-seed, in_save = int(sys.argv[1]), int(sys.argv[2])
+seed, in_save, most = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 rng = random.Random(seed)
 if in_save:  # at one of the calls of the next save
     left = [rng.randrange(1, 14)]
@@ -360,18 +360,21 @@ if in_save:  # at one of the calls of the next save
     for name in real:
         setattr(checkpoint.os, name, wrapped(name))
 else:
-    threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
-sys.exit(main(sys.argv[3:]))
+    threading.Timer(rng.uniform(0.0, most), os.kill, (os.getpid(), signal.SIGKILL)).start()
+sys.exit(main(sys.argv[4:]))
 """
 
 
-def kill_and_restart(out, words, n_kills, seed):
-    """Start a run again and again, kill it at random moments, half of them inside a save. Returns the kills."""
+def kill_and_restart(out, words, n_kills, seed, seconds=0.3):
+    """Start a run again and again, kill it at random moments, half of them inside a save. Returns the kills.
+
+    seconds: after which it is killed at the latest.
+    """
     kills = last = 0
     for attempt in range(20 * n_kills):
         if kills == n_kills:
             break
-        arguments = [str(seed + attempt), str(attempt % 2), *words]
+        arguments = [str(seed + attempt), str(attempt % 2), str(seconds), *words]
         ended = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
         committed = Checkpoints(out / "checkpoints").latest()
         if ended.returncode == 0:
@@ -424,15 +427,27 @@ def state_sha256(path):
 def test_chains_of_kills_on_a_recording(tmp_path, n_runs, n_kills):
     """A clip of a camera, guards and lazy scoring included: every chain ends in the state of the run left alone."""
     pytest.importorskip("av")
-    clip = write_clip(tmp_path / "clip.mp4", n=60 * n_kills)
-    words = ["run", "--source", f"{clip}?every=2", "--size", "16", "--buffer", "8", "--segment", "3", "--batch", "4"]
+    clip = write_clip(tmp_path / "clip.mp4", n=300 * n_kills)
+    words = [
+        "run",
+        "--source",
+        f"{clip}?every=2&fps=11",
+        "--size",
+        "16",
+        "--buffer",
+        "8",
+        "--segment",
+        "3",
+        "--batch",
+        "4",
+    ]
     words += ["--width", "1", "--rescore-every", "3", "--checkpoint-steps", "1"]
     whole = tmp_path / "whole"
     subprocess.run([sys.executable, "-m", "streamclr", *words, "--out", str(whole)], check=True, capture_output=True)
     total = 0
     for i in range(n_runs):
         out = tmp_path / f"chain{i}"
-        kills = kill_and_restart(out, [*words, "--out", str(out)], n_kills, seed=1000 * i)
+        kills = kill_and_restart(out, [*words, "--out", str(out)], n_kills, seed=1000 * i, seconds=3.0)
         assert kills == n_kills
         assert state_sha256(out) == state_sha256(whole)
         total += kills

@@ -279,8 +279,9 @@ class Capture:
         self._lost(header["events"])
         self.ended = header["ended"]
         self.has_frames = header["n"] + header["waiting"] > 0 or not self.feed.drops
-        if header["n"]:
+        if header["place"] is not None:
             self.place = header["place"]
+        if header["n"]:
             if self.n_lost and not self.connected:
                 self._events.append("frames again")
             self.connected = True

@@ -55,6 +55,7 @@ class Feed:
     timeout: seconds without a frame after which a connection counts as lost.
     retries: how often in a row a connection is tried again; None is for ever.
     queue: frames that wait at most.
+    place: where to go on: the source's own mark, when the next frame is due, and how many came before.
     """
 
     kind: str
@@ -66,7 +67,7 @@ class Feed:
     timeout: float = 10.0
     retries: int | None = None
     queue: int = 512
-    place: Any = None
+    place: tuple[Any, float, int] = (None, 0.0, 0)
 
     @property
     def ends(self) -> bool:
@@ -84,9 +85,9 @@ class Feed:
         if self.kind == "stdin":
             return (Raw(_decoder(frame)) for frame in _standard_input(int(self.where)))
         if self.kind == "watch":
-            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, self.place))
+            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, self.place[0]))
         assert self.kind == "video"
-        start = self.place or 0
+        start = self.place[0] or 0
         frames = enumerate(play(self.where), 1)
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
 
@@ -114,11 +115,13 @@ class Capture:
         self.captured = 0
         self.ended = False
         self.events: list[str] = []
-        self._queue: deque[tuple[np.ndarray, Any, Account]] = deque()
+        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account]] = deque()
         self._since = Account()  # what became of frames since the last one that was queued
         self._change = threading.Condition()
         self._sign_of_life = time.monotonic()
-        self._next = 0.0  # when the next frame is due, if there is a rate to keep
+        self._place = feed.place  # after the last frame, whatever became of it
+        _, due, self._count = feed.place  # frames before, those of an earlier process included
+        self._due = due if feed.kind == "video" else 0.0  # when to take a frame, if there is a rate to keep
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -145,6 +148,7 @@ class Capture:
     def _take(self, raw: Raw) -> None:
         """Decode a frame and queue it; it is in the account once it is known what becomes of it."""
         self.captured += 1
+        self._count += 1
         reason, frame = self._passes_over(raw), None
         try:
             frame = None if reason else raw.decode(self.feed.size)
@@ -153,6 +157,7 @@ class Capture:
             rejected = Counter([error.reason])
         with self._change:
             self._since.add(Account(1, 0, Counter([reason] if reason else []), rejected))
+            self._place = (raw.place, self._due, self._count)
             if frame is None:
                 return
             while len(self._queue) >= self.feed.queue:
@@ -164,19 +169,19 @@ class Capture:
                 else:
                     self._change.wait(1)
                     self._sign_of_life = time.monotonic()
-            self._queue.append((frame, raw.place, self._since))
+            self._queue.append((frame, self._place, self._since))
             self._since = Account()
             self._change.notify_all()
 
     def _passes_over(self, raw: Raw) -> str:
-        if (self.captured - 1) % self.feed.every:
+        if (self._count - 1) % self.feed.every:
             return "every"
         if self.feed.fps is not None:
-            now = time.monotonic() if raw.seconds is None else raw.seconds
-            if now < self._next - 1e-6:
+            now, period = time.monotonic() if raw.seconds is None else raw.seconds, 1 / self.feed.fps
+            if now < self._due - 1e-6:
                 return "fps"
-            # The next is due a period after this one was, so that the mean rate is kept; not after a pause.
-            self._next = max(self._next + 1 / self.feed.fps, now)
+            # A period after this one was due, so that the mean rate is kept; after a pause a period from now.
+            self._due = (self._due if now < self._due + period else now) + period
         return ""
 
     def fetch(self, most: int, seconds: float) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -196,7 +201,7 @@ class Capture:
             answer = {
                 "n": len(taken),
                 "account": account.state_dict(),
-                "place": taken[-1][1] if taken else None,
+                "place": self._place if done else taken[-1][1] if taken else None,
                 "waiting": len(self._queue),
                 "captured": self.captured,
                 "quiet": time.monotonic() - self._sign_of_life,
