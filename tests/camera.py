@@ -91,6 +91,10 @@ class Camera:
             client.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<p>log in</p>")
             self.fault_times.append(time.monotonic())
             return
+        if fault == "junk":
+            client.sendall(b"\x00\xff what is this\r\n\r\n")
+            self.fault_times.append(time.monotonic())
+            return
         client.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: multipart/x-mixed-replace; boundary=x\r\n\r\n")
         n = 0
         while not self.stop.is_set() and self.n_sent != self.last:

@@ -126,10 +126,10 @@ def test_a_camera_over_http(camera):
     assert not stream._captures
 
 
-FAULTS = ["reset", "stall", "cut", "close", "resolution", "page", "away"]
+FAULTS = ["reset", "stall", "cut", "close", "resolution", "page", "junk", "away"]
 
 
-@pytest.mark.parametrize("n_faults", [7, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_faults", [8, pytest.param(50, marks=pytest.mark.long)])
 def test_a_camera_that_drops_comes_back(camera, n_faults):
     """Back in time after every fault, with no invented frame, and no more threads or descriptors than before."""
     timeout = 1.0

@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,10 +32,6 @@ from streamclr.frame import BadFrame, decode
 from streamclr.sources.jpegs import JpegSplitter, mjpeg
 from streamclr.sources.video import VideoError, camera, play, receive
 from streamclr.sources.watch import watch
-
-
-class Lost(Exception):
-    """The connection is gone, or nothing came in time."""
 
 
 class Raw(NamedTuple):
@@ -75,7 +72,7 @@ class Feed:
         return self.kind in ("video", "stdin")
 
     def open(self) -> Iterator[Raw]:
-        """Frames until the source ends; an exception of `FAILURES` if it is lost."""
+        """Frames until the source ends; one of FAILURES if it is lost."""
         if self.kind == "camera":
             return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
         if self.kind == "rtsp":
@@ -92,7 +89,7 @@ class Feed:
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
 
 
-FAILURES = (OSError, VideoError, Lost, ValueError)
+FAILURES = (OSError, HTTPException, VideoError, ValueError)  # of a connection: it is made again
 SHORTEST_WAIT, LONGEST_WAIT = 0.2, 4.0  # seconds before a connection is tried again
 
 
@@ -125,6 +122,14 @@ class Capture:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
+        try:
+            self._take_all()
+        finally:  # a bug in here ends the stream: it must not look like a camera without frames
+            with self._change:
+                self.ended = True
+                self._change.notify_all()
+
+    def _take_all(self) -> None:
         feed, n_failed = self.feed, 0
         while not self.ended:
             n_before = self.captured
