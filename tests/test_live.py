@@ -248,6 +248,14 @@ def test_a_capture_process_that_hangs_is_replaced(camera, monkeypatch):
     assert stream.account.is_balanced
 
 
+def test_a_capture_process_that_never_works_is_an_error(camera, monkeypatch):
+    monkeypatch.setattr("streamclr.live.SHORTEST_WAIT", 0.01)
+    stream = open_stream(camera().url, size=32)
+    monkeypatch.setattr("streamclr.live.sys.executable", "false")
+    with pytest.raises(UserError, match="never comes to work"):
+        next(stream.segments(4))
+
+
 def test_the_capture_process_ends_with_its_parent(camera, tmp_path):
     source = camera(fps=100)
     program = (

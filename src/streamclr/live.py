@@ -25,6 +25,7 @@ from streamclr.sources.capture import SHORTEST_WAIT, Feed
 ANSWER_WITHIN = 5.0  # seconds beyond those that were asked for
 START_WITHIN = 60.0  # seconds for Python and its libraries on a slow and busy device
 LOOK_EVERY = 0.5  # seconds: how long an ask waits for a first frame
+MOST_DEATHS = 5  # of a process that never answered: that is no camera's fault
 CAN_HANG = ("camera", "rtsp", "http")
 N_EVENTS = 100  # that are kept until somebody takes them
 
@@ -220,6 +221,7 @@ class Capture:
         self.ended = self.connected = False
         self.has_frames = not feed.drops  # a recording always has; a camera, if its last answer says so
         self.n_lost = 0
+        self._n_died = 0  # in a row, without an answer
         self._account = Account()  # of the frames that were answered since it was last taken
         self._events: list[str] = []
         self._start()
@@ -262,9 +264,12 @@ class Capture:
             why = "the capture process does not answer"
         except (OSError, EOFError, ValueError) as error:
             why = f"the capture process ended ({error})"
+        self._n_died += 1
+        if self._n_died == MOST_DEATHS:
+            raise UserError(f"the capture process of {redacted(self.feed.where)} never comes to work: see above")
         self._lost([why])
         self._end("capture restarted")
-        time.sleep(SHORTEST_WAIT)
+        time.sleep(SHORTEST_WAIT * 2**self._n_died)
         self._start()
         return self._frames(bytearray())
 
@@ -272,6 +277,7 @@ class Capture:
         header = json.loads(self._line())
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
         asked, self.asked = self.asked or 0, None
+        self._n_died = 0
         self._captured = header["captured"]
         own = Account.of(header["account"])
         self._accounted += own.received
