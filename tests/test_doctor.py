@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from camera import Camera
 from streamclr import Learner, doctor
 from streamclr.cli import main
 from streamclr.diagnosis import Measured
@@ -42,22 +43,17 @@ def test_a_run_that_does_not_keep_up_in_json(capsys):
     assert all(suggestion["ratio"] < said["ratio"] for suggestion in said["suggestions"])
 
 
-def test_the_rate_is_that_of_the_source_unless_it_has_none(monkeypatch):
+def test_the_rate_is_what_the_source_sends(monkeypatch):
     config = DoctorConfig(width=2, buffer=8, size=16)
     monkeypatch.setattr(doctor, "suggested", lambda *_: [])
     assert diagnose(config).fps == 30
-    closed = []
-
-    def camera(config):
-        stream = doctor_stream(config)
-        stream.fps, stream.close = 12.5, lambda: closed.append(True)
-        return stream
-
-    doctor_stream = doctor.open_run_stream
-    monkeypatch.setattr(doctor, "open_run_stream", camera)
-    assert diagnose(config).fps == 12.5
-    assert diagnose(dataclasses.replace(config, fps=5)).fps == 5
-    assert closed == [True, True]
+    source = Camera(fps=20)
+    try:
+        camera = dataclasses.replace(config, source=source.url)
+        assert 5 < diagnose(camera).fps < 25
+        assert diagnose(dataclasses.replace(camera, fps=5)).fps == 5
+    finally:
+        source.close()
 
 
 def test_a_buffer_larger_than_the_segment_is_full_when_it_is_measured(monkeypatch):

@@ -349,6 +349,16 @@ def test_the_options_of_a_url():
     assert (ours.where, ours.fps) == ("http://127.0.0.1:1/video?id=2", 30)
 
 
+def test_the_rate_at_which_frames_come(camera):
+    stream = open_stream(camera(fps=40).url, size=32)
+    assert 15 < stream.measured_fps(seconds=2) < 45
+    assert stream.account.received == 0
+    dead = camera()
+    dead.close()
+    with pytest.raises(UserError, match=r"no frames in 6 s .*refused"):
+        open_stream(dead.url, size=32, timeout=1).measured_fps()
+
+
 def test_retries_end_the_stream(camera):
     source = camera()
     source.close()

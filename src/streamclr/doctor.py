@@ -16,6 +16,7 @@ from streamclr.budget import peak
 from streamclr.checkpoint import MOST_AN_HOUR
 from streamclr.diagnosis import Diagnosis, Measured, Suggestion
 from streamclr.errors import UserError
+from streamclr.live import CAMERAS, LiveStream
 from streamclr.machine import Machine
 from streamclr.options import redacted, split
 from streamclr.progress import Progress
@@ -26,7 +27,7 @@ from streamclr.run import RunConfig, make_learner, open_run_stream, option, poli
 class DoctorConfig(RunConfig):
     """Say what this machine has, and whether a run with these options keeps up with its camera. Exit code 1: no."""
 
-    fps: float | None = option(None, "frames a second of the camera [the source's own rate, else 30]")
+    fps: float | None = option(None, "frames a second of the camera [what it sends, else 30]")
     json: bool = option(False, "print JSON, for machines")
 
 
@@ -35,10 +36,11 @@ def diagnose(asked: DoctorConfig) -> Diagnosis:
         raise UserError(f"fps is {asked.fps:g}: use a number above 0")
     with ExitStack() as stack:
         stream = open_run_stream(asked)
-        if hasattr(stream, "close"):  # a camera
-            stack.callback(stream.close)
         config = resolved(asked, stream)
-        fps = asked.fps or getattr(stream, "fps", None) or 30.0
+        # Not of a directory or a pipe, which may be empty for good reasons.
+        sends = isinstance(stream, LiveStream) and all(feed.kind in CAMERAS for feed in stream.feeds)
+        seen = stream.measured_fps() if sends else None  # type: ignore[union-attr]
+        fps = asked.fps or stream.fps or seen or 30.0
         bar = stack.enter_context(Progress("measuring", None))
         step = measured(config, bar, "the step as it is")
         used = None

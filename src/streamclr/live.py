@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ ANSWER_WITHIN = 5.0  # seconds beyond those that were asked for
 START_WITHIN = 60.0  # seconds for Python and its libraries on a slow and busy device
 LOOK_EVERY = 0.5  # seconds: how long an ask waits for a first frame
 MOST_DEATHS = 5  # of a process that never answered: that is no camera's fault
-CAN_HANG = ("camera", "rtsp", "http")
+CAMERAS = ("camera", "rtsp", "http")  # kinds that send by themselves, and may fall silent
 N_EVENTS = 100  # that are kept until somebody takes them
 
 
@@ -115,6 +115,20 @@ class LiveStream:
         rates = [feed.fps or (video.frame_rate(feed.where) if feed.kind == "video" else None) for feed in self.feeds]
         known = [rate for rate in rates if rate]
         return sum(known) if len(known) == len(rates) else None
+
+    def measured_fps(self, seconds: float = 3.0) -> float:
+        """How many frames a second really come; an error if none does."""
+        stream, started, n = LiveStream(self.feeds), time.monotonic(), 0
+        longest = max(feed.timeout for feed in self.feeds) + ANSWER_WITHIN
+        stream.idle = lambda: time.monotonic() > started + (seconds if n else longest)
+        with closing(stream.segments(1)) as frames:
+            for _ in frames:
+                started = started if n else time.monotonic()  # the first may have taken a connection
+                n += 1
+        if n < 2:
+            why = [f"{source}: {event}" for source, event in stream.take_events()] or ["it connects, and is silent"]
+            raise UserError(f"no frames in {longest:.0f} s ({'; '.join(why)}): check the source")
+        return (n - 1) / seconds
 
     def segments(self, n: int, until: int | None = None) -> Generator[Tensor]:
         """Segments of `n` frames until all feeds have ended, or until frame number `until`; the last may be smaller."""
@@ -291,7 +305,7 @@ class Capture:
             if self.n_lost and not self.connected:
                 self._events.append("frames again")
             self.connected = True
-        if header["quiet"] > self.feed.timeout + ANSWER_WITHIN and self.feed.kind in CAN_HANG and not header["n"]:
+        if header["quiet"] > self.feed.timeout + ANSWER_WITHIN and self.feed.kind in CAMERAS and not header["n"]:
             raise TimeoutError(f"no sign of life for {header['quiet']:.0f} s")
         if not (header["n"] or self.ended or self.feed.drops):
             self.ask(asked)  # not yet all of them: nobody else may take its share, so that the order is always the same
