@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from camera import Camera, RtspCamera, jpeg, number_of, write_clip
 from streamclr import UserError, open_stream
 from streamclr.account import Account
 from streamclr.checkpoint import Checkpoints
+from streamclr.frame import BadFrame
 from streamclr.live import LiveStream
 from streamclr.run import RunConfig, RunDirectory, run
 
@@ -301,6 +303,64 @@ def test_a_directory_that_is_being_written_to(tmp_path):
     assert numbers(torch.cat(list(again.segments(9, until=39)))) == list(range(31, 40))
     assert again.account.is_balanced
     assert dict(again.account.rejected) == {"empty": 1}
+
+
+def test_a_directory_that_goes_away_for_a_while_is_not_taken_again(tmp_path):
+    directory = tmp_path / "in"
+    directory.mkdir()
+    for i in range(4):
+        (directory / f"{i}.jpg").write_bytes(jpeg(i))
+
+    def away():
+        directory.rename(tmp_path / "away")
+        time.sleep(0.6)
+        (tmp_path / "away").rename(directory)
+        (directory / "9.jpg").write_bytes(jpeg(9))
+        (directory / "10.jpg").write_bytes(jpeg(10))
+
+    segments = (stream := open_stream(f"watch:{directory}", size=32)).segments(2)
+    found = numbers(torch.cat([next(segments), next(segments)]))
+    threading.Timer(0.5, away).start()
+    found += numbers(next(segments))
+    segments.close()
+    assert found == [0, 1, 2, 3, 9, 10]
+    assert stream.account.received == 6
+
+
+def test_an_empty_directory_does_not_stop_a_camera(camera, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "all.txt").write_text(f"watch:{tmp_path / 'empty'}\n{camera(fps=200).url}\n")
+    stream = open_stream(tmp_path / "all.txt", size=32)
+    assert numbers(torch.cat(list(stream.segments(20, until=60)))) == list(range(60))
+
+
+def test_frames_that_are_all_rejected_are_in_the_account(tmp_path):
+    source = b"".join(jpeg(i)[:-200] for i in range(20))
+    program = (
+        "from streamclr import open_stream\n"
+        "stream = open_stream('-', size=32)\n"
+        "print(sum(len(images) for images in stream.segments(16)), stream.account)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=source, capture_output=True, check=True)
+    assert b"0 20 frames = 0 learned from + 0 passed over + 20 rejected" in done.stdout
+
+
+def test_a_recording_without_times_keeps_its_rate(tmp_path):
+    from streamclr.sources.capture import Capture, Feed, Raw
+
+    class Timeless(Feed):
+        def open(self, mark):
+            good = lambda size: np.zeros((size, size, 3), np.uint8)  # noqa: E731
+            return (Raw(_bad if i == 10 else good, i, i / 10) for i in range(50))
+
+    capture = Capture(Timeless("video", "", 8, drops=False, fps=5.0))
+    answer, frames = capture.fetch(100, 5)
+    assert len(frames) == 24  # of 25, one of which is damaged
+    assert answer["account"]["passed"] == {"fps": 25}
+
+
+def _bad(size):
+    raise BadFrame("it", "damaged", "a test")
 
 
 def test_a_stop_while_there_is_no_frame(camera):

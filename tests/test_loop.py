@@ -229,3 +229,81 @@ def test_a_stop_ends_a_rest(config, monkeypatch):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - started < 20
+
+
+def test_a_journal_that_somebody_removed_costs_nothing_else(config, tmp_path, monkeypatch, capsys):
+    from streamclr.checkpoint import Pace
+    from streamclr.loop import Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pace, "due", lambda self: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped):
+            run(config)
+    (tmp_path / "run" / "journal.jsonl").unlink()
+    _, results = run(config)
+    assert results["steps"] == 10
+    assert "is shorter than when step 1 was saved" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(config, tmp_path, monkeypatch):
+    from pathlib import Path
+
+    run(config)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    before, real = checkpoints.numbers(), Path.read_bytes
+
+    def read_bytes(self):
+        if self.name == "manifest.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self)
+
+    (tmp_path / "run" / "results.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read_bytes)
+        with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): try again"):
+            run(config)
+    assert checkpoints.numbers() == before
+    assert run(config)[1]["steps"] == 10
+
+
+def test_a_stop_is_not_forgotten_when_the_learner_is_damaged(config, monkeypatch):
+    from streamclr.loop import Stopped
+
+    def damage(learner):
+        break_weight(learner)
+        signal.raise_signal(signal.SIGTERM)
+
+    at_steps(monkeypatch, [4], damage)
+    with pytest.raises(Stopped, match="with step 3 saved"):
+        run(config)
+
+
+def test_a_disk_that_became_read_only_does_not_end_the_run(config, monkeypatch, capsys):
+    real = os.write
+
+    def write(fd, content):
+        if "journal.jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(fd, content)
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("streamclr.loop.os.write", write)
+    monkeypatch.setattr("streamclr.loop.os.truncate", refuse)
+    _, results = run(config)
+    assert results["steps"] == 10
+    said = capsys.readouterr().err
+    assert "the journal cannot be written" in said
+    assert "no checkpoint of step" in said
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    import subprocess
+    import sys
+
+    words = ["run", "--source", "synthetic:?size=8", "--buffer", "8", "--width", "1", "--images", "40", "--probes", "0"]
+    command = [sys.executable, "-m", "streamclr", *words, "--fractions", "1", "--out", str(tmp_path / "run")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 0
+    assert (tmp_path / "run" / "results.json").exists()

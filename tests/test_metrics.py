@@ -12,7 +12,7 @@ import pytest
 from conftest import random_images
 from streamclr import Learner, UserError, metrics, resnet18
 from streamclr.account import Account
-from streamclr.metrics import METRICS, Metrics, of_step
+from streamclr.metrics import METRICS, Metrics, of_account, of_step
 
 DOCS = Path(__file__).parent.parent / "docs" / "service.md"
 
@@ -70,7 +70,9 @@ def test_a_step_and_an_account_are_served(served):
     learner = Learner(resnet18(width=2), buffer_size=4)
     step = learner.learn_many(random_images(6))
     account = Account(9, 6, Counter(late=2), Counter(broken=1))
-    served.update(**of_step(step, account), checkpoint_step=0, checkpoint_failures_total=0, steps_undone_total=2)
+    served.update(
+        **of_step(step), **of_account(account), checkpoint_step=0, checkpoint_failures_total=0, steps_undone_total=2
+    )
     served.update(source_connected={"rtsp://a:secret@h/1": 1, "camera:0": 0})
     served.update(source_disconnects_total={"rtsp://a:secret@h/1": 3}, source_connected={"camera:0": 1})
     answer, body = ask(served.port)
@@ -105,15 +107,6 @@ def test_odd_labels_and_numbers_come_through(served):
     assert samples["streamclr_loss",] == math.inf
     assert samples["streamclr_score_mean",] == -math.inf
     assert math.isnan(samples["streamclr_projection_spread",])
-
-
-def test_a_spread_is_told_where_a_step_has_one():
-    class Step:
-        number, loss, score, kept, replaced, rescored, seconds_scoring, seconds_training = 1, 2.0, 0.1, 1, 1, 0, 1, 2
-
-    assert math.isnan(of_step(Step, Account())["projection_spread"])
-    Step.spread = 0.25
-    assert of_step(Step, Account())["projection_spread"] == 0.25
 
 
 def test_a_name_or_a_shape_that_is_not_known_is_a_mistake(served):

@@ -60,3 +60,11 @@ def test_a_name_that_comes_again_is_another_file(tmp_path):
     (tmp_path / "now.jpg").unlink()
     threading.Timer(0.2, lambda: (tmp_path / "now.jpg").write_bytes(jpeg(2))).start()
     assert names(found, 1) == ["now.jpg"]
+
+
+def test_files_of_one_moment_go_on_in_natural_order(tmp_path):
+    for name in ("img2", "img3", "img10"):
+        (tmp_path / f"{name}.jpg").write_bytes(jpeg(1))
+        os.utime(tmp_path / f"{name}.jpg", ns=(0, 5))
+    assert names(watch(str(tmp_path), [5, "img2.jpg"]), 2) == ["img3.jpg", "img10.jpg"]
+    assert names(watch(str(tmp_path), [5, "img3.jpg"]), 1) == ["img10.jpg"]

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import struct
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,13 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from streamclr.errors import UserError
+from streamclr.progress import say
 
 
 def write_json(path: Path, content: Any) -> None:
     """JSON that a reader sees whole or not at all; NaN becomes null."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")  # ASCII, whatever the locale
+    text = json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"  # ASCII, whatever the locale
+    part.unlink(missing_ok=True)  # of a process that was killed and had this number
+    _write(part, [text.encode()])
     part.replace(path)
+    _sync(path.parent)
 
 
 def json_line(content: dict[str, Any]) -> str:
@@ -138,8 +141,11 @@ class Checkpoints:
         for number in reversed(self.numbers()):
             try:
                 return number, self.load(number)
-            except (UserError, OSError) as error:
-                print(f"streamclr: {error}; going back to the checkpoint before", file=sys.stderr)
+            except (UserError, FileNotFoundError) as error:
+                say(f"streamclr: {error}; going back to the checkpoint before")
+            except OSError as error:  # what cannot be read now is not damaged: nothing may be done without it
+                where = self.directory / f"{number:010}"
+                raise UserError(f"{where} cannot be read ({error.strerror or error}): try again") from None
         return None
 
     def load(self, number: int) -> dict[str, Any]:
@@ -175,7 +181,7 @@ class Pace:
         """To be asked once after each step."""
         self._n_steps += 1
         in_time = bool(self.seconds) and time.monotonic() - self._last >= self._wait
-        return self._n_steps == self.steps or in_time
+        return (self.steps is not None and self._n_steps >= self.steps) or in_time
 
     def save(self, number: int, state: Mapping[str, Any]) -> bool:
         """A disk that is full or fails is said, and the run goes on: the checkpoints before this one are whole."""
@@ -186,13 +192,16 @@ class Pace:
             if self.seconds and not self._reported:
                 an_hour = 3600 / self._wait * n_bytes / 2**30
                 how_often = f"one every {self._wait / 60:.0f} minutes, {an_hour:.2g} GiB an hour"
-                print(f"checkpoints of {n_bytes / 2**20:.1f} MiB, {how_often}", file=sys.stderr)
+                say(f"checkpoints of {n_bytes / 2**20:.1f} MiB, {how_often}")
             self._reported = True
         except OSError as error:
-            self.n_failed += 1
-            print(f"streamclr: no checkpoint of step {number} ({error.strerror or error}): going on", file=sys.stderr)
-            return False
+            return self.failed(number, error)
         return True
+
+    def failed(self, number: int, error: OSError) -> bool:
+        self.n_failed += 1
+        say(f"streamclr: no checkpoint of step {number} ({error.strerror or error}): going on")
+        return False
 
 
 MOST_AN_HOUR = 2**30  # bytes

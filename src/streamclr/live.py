@@ -20,7 +20,7 @@ from streamclr.account import Account
 from streamclr.errors import UserError
 from streamclr.options import checked_size, redacted
 from streamclr.sources import video
-from streamclr.sources.capture import SHORTEST_WAIT, Feed
+from streamclr.sources.capture import LONGEST_WAIT, SHORTEST_WAIT, Feed
 
 ANSWER_WITHIN = 5.0  # seconds beyond those that were asked for
 START_WITHIN = 60.0  # seconds for Python and its libraries on a slow and busy device
@@ -162,11 +162,14 @@ class LiveStream:
                 return self._none
             self._ask(missing)
             asked = {capture.answers: i for i, capture in enumerate(self._captures) if capture.asked is not None}
-            ready, _, _ = select.select(list(asked), [], [], 2 * LOOK_EVERY)
+            ready, _, _ = select.select(list(asked), [], [], 2 * LOOK_EVERY if asked else SHORTEST_WAIT)
             for fd, i in asked.items():
                 frames = self._captures[i].look(fd in ready)
-                missing -= len(frames)
-                parts[i].append(frames)
+                if len(frames):
+                    missing -= len(frames)
+                    parts[i].append(frames)
+                elif self.feeds[i].drops and not parts[i]:  # rejected and passed over, with no frame that is still held
+                    self.account.add(self._captures[i].take_account())
                 where = redacted(self.feeds[i].where)
                 self._events += [(where, redacted(event)) for event in self._captures[i].take_events()]
             del self._events[:-N_EVENTS]
@@ -183,11 +186,11 @@ class LiveStream:
 
     def _ask(self, missing: int) -> None:
         """Share what is missing among the feeds that have frames, so that together they cannot send more."""
-        waiting = [capture for capture in self._captures if not capture.ended]
+        waiting = [capture for capture in self._captures if not capture.ended and capture.is_up()]
         free = missing - sum(capture.asked or 0 for capture in waiting)
         # Recordings are asked when all have answered, so that who gives how much does not depend on who is fast.
-        late = any(capture.asked and not capture.feed.drops for capture in waiting)
-        idle = [c for c in waiting if c.asked is None and (c.feed.drops or not late)]
+        late = any(capture.asked and capture.feed.exact for capture in waiting)
+        idle = [c for c in waiting if c.asked is None and not (c.feed.exact and late)]
         able = [capture for capture in idle if capture.has_frames]
         for i, capture in enumerate(able):
             if share := -(-free // (len(able) - i)):
@@ -200,7 +203,10 @@ class LiveStream:
     def close(self) -> None:
         """End the capture processes. What waited there is passed over."""
         for capture in self._captures:
-            capture.close()
+            capture.ask_for_the_last()
+        deadline = time.monotonic() + ANSWER_WITHIN  # for all of them together: some may hang
+        for capture in self._captures:
+            capture.close(max(0.0, deadline - time.monotonic()))
             self.account.add(capture.take_account())
         self._captures = []
 
@@ -233,9 +239,12 @@ class Capture:
         self.feed = feed
         self.place = feed.place
         self.ended = self.connected = False
-        self.has_frames = not feed.drops  # a recording always has; a camera, if its last answer says so
+        self.has_frames = feed.exact  # a recording always has; a camera, if its last answer says so
         self.n_lost = 0
         self._n_died = 0  # in a row, without an answer
+        self._has_answered = False
+        self._patience = ANSWER_WITHIN
+        self._down_until: float | None = None
         self._account = Account()  # of the frames that were answered since it was last taken
         self._events: list[str] = []
         self._start()
@@ -279,26 +288,32 @@ class Capture:
         except (OSError, EOFError, ValueError) as error:
             why = f"the capture process ended ({error})"
         self._n_died += 1
-        if self._n_died == MOST_DEATHS:
+        if self._n_died == MOST_DEATHS and not self._has_answered:
             raise UserError(f"the capture process of {redacted(self.feed.where)} never comes to work: see above")
         self._lost([why])
         self._end("capture restarted")
-        time.sleep(SHORTEST_WAIT * 2**self._n_died)
-        self._start()
+        self._down_until = time.monotonic() + min(LONGEST_WAIT, SHORTEST_WAIT * 2 ** min(10, self._n_died))
         return self._frames(bytearray())
+
+    def is_up(self) -> bool:
+        """Whether it can be asked; one that died is started again after a while."""
+        if self._down_until is not None and time.monotonic() >= self._down_until:
+            self._down_until = None
+            self._start()
+        return self._down_until is None
 
     def _answer(self) -> Tensor:
         header = json.loads(self._line())
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
         asked, self.asked = self.asked or 0, None
-        self._n_died = 0
+        self._n_died, self._has_answered = 0, True
         self._captured = header["captured"]
         own = Account.of(header["account"])
         self._accounted += own.received
         self._account.add(own)
         self._lost(header["events"])
         self.ended = header["ended"]
-        self.has_frames = header["n"] + header["waiting"] > 0 or not self.feed.drops
+        self.has_frames = header["n"] + header["waiting"] > 0 or self.feed.exact
         if header["place"] is not None:
             self.place = header["place"]
         if header["n"]:
@@ -307,7 +322,7 @@ class Capture:
             self.connected = True
         if header["quiet"] > self.feed.timeout + ANSWER_WITHIN and self.feed.kind in CAMERAS and not header["n"]:
             raise TimeoutError(f"no sign of life for {header['quiet']:.0f} s")
-        if not (header["n"] or self.ended or self.feed.drops):
+        if self.feed.exact and not (header["n"] or self.ended):
             self.ask(asked)  # not yet all of them: nobody else may take its share, so that the order is always the same
         return frames
 
@@ -337,21 +352,31 @@ class Capture:
         else:
             self._account = Account()
 
-    def close(self) -> None:
-        if not self.ended and self.feed.drops:
-            with suppress(OSError, EOFError, ValueError):  # a last look at its account
-                if self.asked is None:
-                    self.ask(0)
+    def ask_for_the_last(self) -> None:
+        if self._tells_at_the_end and self.asked is None:
+            self.ask(0)
+
+    def close(self, patience: float) -> None:
+        """After a last look at its account, which it has some seconds to give."""
+        if self._tells_at_the_end:
+            self._patience = patience
+            with suppress(OSError, EOFError, ValueError):
                 self.give_back(len(self._answer()))
         self._end("stopped")
+
+    @property
+    def _tells_at_the_end(self) -> bool:
+        return self.feed.drops and not self.ended and self._down_until is None
 
     def _end(self, reason: str) -> None:
         """Kill it, whatever it hangs in. The frames that wait in it are passed over, those of a recording are not."""
         waiting = self._captured - self._accounted
         if self.feed.drops and waiting:
             self._account.add(Account(received=waiting, passed=Counter({reason: waiting})))
+        self.asked, self._captured, self._accounted = None, 0, 0
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs in the kernel holds even the dead
+            self._process.wait(1)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
@@ -367,7 +392,7 @@ class Capture:
         content = bytearray(n)
         view = memoryview(content)
         while view:
-            if not select.select([self.answers], [], [], ANSWER_WITHIN)[0]:
+            if not select.select([self.answers], [], [], self._patience)[0]:
                 raise TimeoutError("it stopped in the middle of an answer")
             if not (count := os.readv(self.answers, [view])):
                 raise EOFError("no more answers")

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -16,8 +15,8 @@ from streamclr.classifier import curve_point
 from streamclr.errors import NotFinite, UserError
 from streamclr.guard import Guarded
 from streamclr.learner import Learner, Step
-from streamclr.metrics import Metrics, of_step
-from streamclr.progress import Progress
+from streamclr.metrics import Metrics, of_account, of_step
+from streamclr.progress import Progress, say
 from streamclr.service import Notifier
 
 if TYPE_CHECKING:
@@ -36,17 +35,22 @@ def learn(config: "RunConfig", learner: Learner, stream: "AnyStream", directory:
     when the learner's own numbers are no longer finite.
     """
     n_returns: dict[int, int] = {}
-    while True:
-        try:
-            return Loop(config, learner, stream, directory).run()
-        except Damaged as error:
-            last = directory.checkpoints.latest()
-            if last is None:
-                raise UserError(f"{error}, and there is no checkpoint to go back to") from None
-            n_returns[last[0]] = n_returns.get(last[0], 0) + 1
-            if n_returns[last[0]] == MOST_IN_A_ROW:
-                raise UserError(f"{error}, {MOST_IN_A_ROW} times after step {last[0]}: the run stops there") from None
-            directory.tell(f"{error}: back to step {last[0]}", step=last[0])
+    with StopSignal() as asked:
+        while True:
+            try:
+                return Loop(config, learner, stream, directory, asked).run()
+            except Damaged as error:
+                last = directory.checkpoints.latest()
+                if last is None:
+                    raise UserError(f"{error}, and there is no checkpoint to go back to") from None
+                number = last[0]
+                if asked.signal:
+                    raise Stopped(asked.signal, f"{error}: stopped, with step {number} saved") from None
+                n_returns[number] = n_returns.get(number, 0) + 1
+                if n_returns[number] == MOST_IN_A_ROW:
+                    often = f"{MOST_IN_A_ROW} times after step {number}"
+                    raise UserError(f"{error}, {often}: the run stops there") from None
+                directory.tell(f"{error}: back to step {number}", step=number)
 
 
 class Damaged(Exception):
@@ -64,7 +68,15 @@ class Stopped(Exception):
 class Loop:
     """One go at a run, from its last checkpoint on."""
 
-    def __init__(self, config: "RunConfig", learner: Learner, stream: "AnyStream", directory: "RunDirectory"):
+    def __init__(
+        self,
+        config: "RunConfig",
+        learner: Learner,
+        stream: "AnyStream",
+        directory: "RunDirectory",
+        asked: "StopSignal",
+    ):
+        self.asked = asked
         self.config, self.learner, self.stream, self.directory = config, learner, stream, directory
         assert config.segment is not None
         n_steps = math.inf if config.images is None else -(-config.images // config.segment)
@@ -80,10 +92,9 @@ class Loop:
         self.n_told = stream.account.rejected.total()
         self.notifier = Notifier()
         with ExitStack() as stack:
-            self.asked = stack.enter_context(StopSignal())
             self.metrics = None if config.metrics is None else stack.enter_context(closing(Metrics(config.metrics)))
             if self.metrics:
-                print(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics", file=sys.stderr)
+                say(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics")
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
             self.checkpoints = Pace(self.directory.checkpoints, config.checkpoint_minutes, config.checkpoint_steps)
             every = 10 if config.images else 600  # seconds: a run for weeks has a log for weeks
@@ -159,15 +170,7 @@ class Loop:
         self._tell_of_the_stream()
         self.notifier.alive(str(step))
         if self.metrics:
-            connections = self.stream.connections()
-            self.metrics.update(
-                **of_step(step, self.stream.account),
-                steps_undone_total=self.n_undone,
-                checkpoint_step=self.checkpoints.last,
-                checkpoint_failures_total=self.checkpoints.n_failed,
-                source_connected={name: float(is_up) for name, (is_up, _) in connections.items()},
-                source_disconnects_total={name: n for name, (_, n) in connections.items()},
-            )
+            self.metrics.update(**of_step(step))
 
     def _tell_of_the_stream(self, now: bool = False) -> None:
         """Connections that were lost, at once; rejected frames now and then, not one by one."""
@@ -177,6 +180,16 @@ class Loop:
         if account.rejected.total() > self.n_told and (now or time.monotonic() - self.told > TELL_EVERY):
             self.n_told, self.told = account.rejected.total(), time.monotonic()
             self.directory.tell(str(account), step=self.learner.n_steps)
+        if self.metrics:
+            connections = self.stream.connections()
+            self.metrics.update(
+                **of_account(account),
+                steps_undone_total=self.n_undone,
+                checkpoint_step=self.checkpoints.last,
+                checkpoint_failures_total=self.checkpoints.n_failed,
+                source_connected={name: float(is_up) for name, (is_up, _) in connections.items()},
+                source_disconnects_total={name: n for name, (_, n) in connections.items()},
+            )
 
     def _idle(self) -> bool:
         """While there is nothing to learn from: True ends the run."""
@@ -199,11 +212,15 @@ class Loop:
             return True  # nothing was learned since, and a checkpoint is never written over
         if not self.learner.is_finite():
             raise Damaged(f"weights, statistics or moments are not finite after step {self.learner.n_steps}")
+        try:
+            journal_bytes = self.journal.sync()
+        except OSError as error:
+            return self.checkpoints.failed(self.learner.n_steps, error)
         state = {
             "learner": self.learner.state_dict(copy=False),
             "stream": self.stream.state_dict(),
             "seconds": self.seconds,
-            "journal_bytes": self.journal.sync(),
+            "journal_bytes": journal_bytes,
         }
         return self.checkpoints.save(self.learner.n_steps, state)
 
@@ -219,18 +236,21 @@ class Journal:
     def write(self, line: dict[str, Any]) -> None:
         content = json_line(line).encode()
         try:
+            if self._fails:
+                os.truncate(self._file.fileno(), self._size)  # what was left of the line before
             if os.write(self._file.fileno(), content) < len(content):
                 raise OSError(0, "the disk is full")
             self._size += len(content)
             self._fails = False
         except OSError as error:
-            os.truncate(self._file.fileno(), self._size)
             if not self._fails:
-                print(f"streamclr: the journal cannot be written ({error.strerror}): going on", file=sys.stderr)
+                say(f"streamclr: the journal cannot be written ({error.strerror}): going on")
             self._fails = True
 
     def sync(self) -> int:
         """Its size, all of which is on the disk."""
+        if self._fails:
+            os.truncate(self._file.fileno(), self._size)
         os.fsync(self._file.fileno())
         return self._size
 

@@ -51,17 +51,23 @@ PREFIX = "streamclr_"
 Value = float | Mapping[str, float]  # a number, or one for each value of the label
 
 
-def of_step(step: Step, account: Account) -> dict[str, Value]:
-    """What `Metrics.update` takes, from a step and the account of frames after it."""
+def of_account(account: Account) -> dict[str, Value]:
+    """What `Metrics.update` takes, from the account of frames."""
     return {
-        "steps_total": step.number,
         "images_learned_total": account.learned,
         "frames_received_total": account.received,
         "frames_passed_total": dict(account.passed),
         "frames_rejected_total": dict(account.rejected),
+    }
+
+
+def of_step(step: Step) -> dict[str, Value]:
+    """The same from a step."""
+    return {
+        "steps_total": step.number,
         "loss": step.loss,
         "score_mean": step.score,
-        "projection_spread": getattr(step, "spread", math.nan),
+        "projection_spread": step.spread,
         "replaced_ratio": step.replaced / max(1, step.kept + step.replaced),
         "rescored_ratio": step.rescored,
         "step_seconds": {"scoring": step.seconds_scoring, "training": step.seconds_training},

@@ -90,11 +90,11 @@ def redacted(source: str) -> str:
 
 
 _SECRETS = (
-    re.compile(r"(://[^\s:/?#@]*:)[^\s/?#]+(?=@)"),
+    re.compile(r"(://[^\s:/?#]*:)[^\s/?#]+(?=@)"),
     # A password with an unescaped slash is a mistake, which an error is about to quote. A number is a port.
     re.compile(r"(://[^\s:/?#@\[]*:)(?!\*\*\*@|\d+(?:[/?#\s'\",;)]|$))(?:(?!://)\S)+(?=@)"),
     re.compile(
-        r"([?&;/_](?:pass|sig|[^=&?/\s]*(?:passw|pwd|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"
+        r"([?&;/_](?:pw|pin|sig|[^=&?/\s]*(?:pass?|pwd|psw|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"
         r"(?:(?!,\w+://|['\"](?:\W|$))[^&#\s])+",
         re.IGNORECASE,
     ),

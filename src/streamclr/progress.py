@@ -1,12 +1,19 @@
 """Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
 
 import sys
+from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+
+def say(text: str) -> None:
+    """A line on stderr; a log whose disk is full or whose reader is gone does not end a run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -36,10 +43,7 @@ class Progress:
     def _say(self, note: str = "") -> None:
         self._said = perf_counter()
         of = f" of {self.total:,}" if self.total else ""
-        print(
-            f"{self.what}: {self.done:,}{of}, {self._said - self._started:.0f} s{note and ' | ' + note}",
-            file=sys.stderr,
-        )
+        say(f"{self.what}: {self.done:,}{of}, {self._said - self._started:.0f} s{note and ' | ' + note}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

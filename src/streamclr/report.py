@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from streamclr.errors import UserError
+from streamclr.options import redacted
 from streamclr.run import RunDirectory
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def write_report(
     directories: Sequence[Path], out: Path, tables: Sequence["Table"] = (), title: str = "StreamCLR"
 ) -> Path:
     """One page on all the runs; `tables` come first."""
+    title = redacted(title)  # it may be a source, with its password
     runs = [(path.name, RunDirectory.existing(path)) for path in directories]
     if not runs:
         raise UserError("no run to report on: give at least one run directory")

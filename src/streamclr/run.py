@@ -35,6 +35,7 @@ from streamclr.guard import GUARDS, Guarded
 from streamclr.learner import Learner, Step, find_device
 from streamclr.loop import learn
 from streamclr.policy import POLICIES, Policy
+from streamclr.progress import say
 from streamclr.stream import AnyStream, absolute_source, open_stream, split_source, takes
 
 
@@ -311,22 +312,23 @@ class RunDirectory:
         if found is None:
             self.checkpoints.drop_after(0)
             if journal.exists() and journal.stat().st_size:
-                print(f"no whole checkpoint in {self.path}: the run begins anew", file=sys.stderr)
+                say(f"no whole checkpoint in {self.path}: the run begins anew")
                 os.truncate(journal, 0)
             return 0.0
         number, state = found
-        if not journal.exists() or journal.stat().st_size < state["journal_bytes"]:
-            raise UserError(f"{journal} is shorter than when step {number} was saved: give another --out")
         self.checkpoints.drop_after(number)
-        os.truncate(journal, state["journal_bytes"])
+        if journal.exists() and journal.stat().st_size >= state["journal_bytes"]:
+            os.truncate(journal, state["journal_bytes"])
+        else:  # somebody cut or removed it: what was learned does not depend on it
+            say(f"streamclr: {journal} is shorter than when step {number} was saved: it goes on with what is there")
         learner.load_state_dict(state["learner"])
         stream.load_state_dict(state["stream"])
-        print(f"going on after step {number}, image {stream.position:,}", file=sys.stderr)
+        say(f"going on after step {number}, image {stream.position:,}")
         return state["seconds"]
 
     def remove_if_empty(self) -> None:
-        """Take back a run that failed before its first step; a journal that tells something stays."""
-        if not self.steps():
+        """Take back a run that failed before its first step; what tells or holds something stays."""
+        if not (self.steps() or self.checkpoints.numbers() or (self.path / "events.jsonl").exists()):
             for name in ("config.json", "journal.jsonl"):
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
@@ -357,7 +359,7 @@ class RunDirectory:
 
     def tell(self, event: str, step: int) -> None:
         """A line in events.jsonl and on stderr: what somebody who looks after the run should know."""
-        print(f"streamclr: {event}", file=sys.stderr)
+        say(f"streamclr: {event}")
         with (
             suppress(OSError),
             (self.path / "events.jsonl").open("a", encoding="utf-8") as file,

@@ -2,6 +2,7 @@
 
 import glob
 import inspect
+import os
 import re
 import sys
 from collections import Counter
@@ -94,10 +95,12 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
     if rest and scheme in URLS:
         url, _, fragment = text.partition("#")
         if fragment:
+            if "=" not in fragment or "@" in fragment:
+                raise UserError("what stands behind the # of a URL is no option: write a # in a password as %23")
             return URLS[scheme], url, opts.split(f"?{fragment}")[1]
         url, _, query = url.partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
-        ours = {key: value for key, value in pairs if key in inspect.signature(make_feed).parameters}
+        ours = {key: value for key, value in pairs if key in list(inspect.signature(make_feed).parameters)[2:]}
         left = urlencode([(key, value) for key, value in pairs if key not in ours])
         return URLS[scheme], (text if not ours else url + (f"?{left}" if left else "")), ours
     text, options = opts.split(text)
@@ -124,7 +127,8 @@ def absolute_source(source: str) -> str:
     name, path, options = split_source(source)
     if name in URLS.values() or name == "stdin":
         return source
-    where = f":{Path(path).expanduser().resolve()}" if path else ":" * (":" in source)
+    # A link stays one: /dev/v4l/by-id/… is the same camera after a restart, /dev/video0 may be another.
+    where = f":{os.path.abspath(os.path.expanduser(path))}" if path else ":" * (":" in source)
     return name + where + (f"?{urlencode(options)}" if options else "")
 
 

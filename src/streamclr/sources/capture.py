@@ -47,7 +47,7 @@ class Feed:
     """One camera or recording, and how it is taken.
 
     kind: camera, rtsp, http, stdin, watch or video.
-    drops: what comes too fast is passed over, the oldest first; else the source waits, and gives exactly what is asked.
+    drops: what comes too fast is passed over, the oldest first; else the source waits.
     fps, every: take no more frames than so many a second; take every so manieth.
     timeout: seconds without a frame after which a connection counts as lost.
     retries: how often in a row a connection is tried again; None is for ever.
@@ -71,8 +71,13 @@ class Feed:
         """Whether the end of the source is the end, and not the loss of a connection."""
         return self.kind in ("video", "stdin")
 
-    def open(self) -> Iterator[Raw]:
-        """Frames until the source ends; one of FAILURES if it is lost."""
+    @property
+    def exact(self) -> bool:
+        """Whether it gives just as many frames as it is asked for, always the same: a recording, which has them all."""
+        return self.kind == "video" and not self.drops
+
+    def open(self, mark: Any) -> Iterator[Raw]:
+        """Frames after a mark, until the source ends; one of FAILURES if it is lost."""
         if self.kind == "camera":
             return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
         if self.kind == "rtsp":
@@ -82,9 +87,9 @@ class Feed:
         if self.kind == "stdin":
             return (Raw(_decoder(frame)) for frame in _standard_input(int(self.where)))
         if self.kind == "watch":
-            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, self.place[0]))
+            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, mark))
         assert self.kind == "video"
-        start = self.place[0] or 0
+        start = mark or 0
         frames = enumerate(play(self.where), 1)
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
 
@@ -134,12 +139,16 @@ class Capture:
         while not self.ended:
             n_before = self.captured
             try:
-                for raw in feed.open():
+                for raw in feed.open(self._place[0]):
                     self._take(raw)
                     self._sign_of_life = time.monotonic()
                 why = "" if feed.ends else "the stream ended"
             except FAILURES as error:
                 why = str(error) or type(error).__name__
+            except Exception as error:
+                if feed.ends:
+                    raise
+                why = f"{type(error).__name__}: {error}"
             n_failed = 0 if self.captured > n_before else n_failed + 1
             with self._change:
                 self._sign_of_life = time.monotonic()
@@ -192,7 +201,7 @@ class Capture:
     def fetch(self, most: int, seconds: float) -> tuple[dict[str, Any], list[np.ndarray]]:
         """The answer to one ask: the oldest frames that wait, once there is one or the time is over."""
         with self._change:
-            enough = 1 if self.feed.drops else most
+            enough = most if self.feed.exact else 1
             self._change.wait_for(lambda: len(self._queue) >= enough or self.ended, seconds)
             n = min(most, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
             taken = [self._queue.popleft() for _ in range(n)]

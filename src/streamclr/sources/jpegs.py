@@ -84,13 +84,14 @@ class JpegSplitter:
 def mjpeg(url: str, timeout: float) -> Iterator[bytes]:
     """The images of a camera's MJPEG stream; anything but a JPEG in time is an OSError."""
     parts = urlsplit(url)
-    headers = {"User-Agent": "streamclr"}
+    plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    request = urllib.request.Request(plain, headers={"User-Agent": "streamclr"})
     if parts.username is not None:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
-        headers["Authorization"] = f"Basic {base64.b64encode(secret).decode()}"
-    plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        # Not to another host, should the camera send us there.
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(secret).decode()}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a camera is on the local network
-    with opener.open(urllib.request.Request(plain, headers=headers), timeout=timeout) as response:
+    with opener.open(request, timeout=timeout) as response:
         kind = response.headers.get_content_type()
         if kind != "image/jpeg" and not kind.startswith("multipart/"):
             raise OSError(f"the server sends {kind}, not MJPEG")

@@ -20,7 +20,7 @@ except ImportError:  # the extra is not installed: only video itself needs it
         """Never raised."""
 
 
-Frame = tuple[Callable[[int], np.ndarray], float | None]  # how to get its square, and its time in seconds
+Frame = tuple[Callable[[int], np.ndarray], float]  # how to get its square, and its time in seconds
 
 
 def check_installed() -> None:
@@ -65,14 +65,19 @@ def _frames(url: str, **how: Any) -> Iterator[Frame]:
         with av.open(url, **how) as container:
             if not container.streams.video:
                 raise OSError(0, "there is no video in it")
-            for packet in container.demux(container.streams.video[0]):
+            stream, n = container.streams.video[0], 0
+            rate = float(stream.average_rate or 25)
+            for packet in container.demux(stream):
                 try:
                     frames = packet.decode()
                 except av.error.InvalidDataError:
-                    yield _damaged, None
+                    n += 1
+                    yield _damaged, n / rate
                     continue
                 for frame in frames:
-                    yield _damaged if frame.is_corrupt else _squarer(frame), frame.time
+                    n += 1
+                    seconds = n / rate if frame.time is None else frame.time
+                    yield _damaged if frame.is_corrupt else _squarer(frame), seconds
     except av.error.ExitError:
         raise TimeoutError(f"no frame for {how['timeout']:g} s") from None
 

@@ -20,16 +20,20 @@ def watch(directory: str, after: Any = None) -> Iterator[tuple[Path, tuple[int, 
     after: the mark of the last file that was taken before a restart.
     """
     before = _look(directory)
-    taken = {name for name, (written, _) in before.items() if after and (written, name) <= tuple(after)}
+    taken = {name for name, (written, _) in before.items() if after and _order(written, name) <= _order(*after)}
     while True:
         time.sleep(POLL_EVERY)
         present = _look(directory)
         taken &= present.keys()  # a name that is gone may come again
         whole = [name for name, state in present.items() if name not in taken and before.get(name) == state]
-        for name in sorted(whole, key=lambda name: (present[name][0], natural_key(Path(name)))):
+        for name in sorted(whole, key=lambda name: _order(present[name][0], name)):
             taken.add(name)
             yield Path(directory, name), (present[name][0], name)
         before = present
+
+
+def _order(written: int, name: str) -> tuple[int, list[tuple[int, int | str]]]:
+    return written, natural_key(Path(name))
 
 
 def _look(directory: str) -> dict[str, tuple[int, int]]:
