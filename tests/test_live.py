@@ -222,7 +222,10 @@ def test_too_many_frames_are_passed_over_and_counted(camera, speed, seconds):
     assert account.is_balanced
     assert account.received == source.n_sent
     assert account.learned == stream.position
-    assert (account.passed["overload"] > 0) == (speed > 2 or (speed == 2 and seconds > 30))
+    if speed == 1:
+        assert not account.passed["overload"]
+    elif speed == 100 or seconds > 30:  # long enough to fill the queue, whatever else the machine does
+        assert account.passed["overload"] > 0
     if seconds > 30:
         assert resident[-1] < 1.01 * resident[len(resident) // 3]
 

@@ -90,10 +90,10 @@ def test_ten_thousand_views_a_second():
     images, views, random = random_images(512, size=32), StrongViews(), generator()
     seconds = []
     for _ in range(8):
-        started = time.perf_counter()
+        started = time.process_time()  # of this process: what else the machine does is not counted
         views(images, random)
-        seconds.append(time.perf_counter() - started)
-    assert 512 / min(seconds) > 10_000  # here on one thread
+        seconds.append(time.process_time() - started)
+    assert 512 / min(seconds) > 10_000  # a second of one core
 
 
 @pytest.mark.parametrize("size", [16, 72])
