@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SHARES = (0.01, 0.05, 0.2)  # of the stream
 AT = 0.05  # where accuracy is looked at, and runs without guards
 CLIP = "dog.mp4"
+SENSOR_NOISE = 2.0  # standard deviation, of 255
 COLUMNS = ("liars", "accuracy", "kept_out", "time")  # of a result
 
 
@@ -98,7 +99,7 @@ def lies(lab: Lab) -> Findings:
     if clip:
         tables.append(
             Table(
-                f"Liars in the buffer in %, by their share of the stream, the clip {clip} again and again",
+                f"Liars in the buffer in %, by their share of the stream, {clip} again and again with a sensor's noise",
                 ["liars", *columns],
                 [[kind, *cells(kind, f"{clip}, ")] for kind in kinds],
                 f"{n_clip:,} images, one seed; guards off for the mixture alone.",
@@ -254,7 +255,7 @@ KINDS = {lie.__name__: _as_pixels(lie) for lie in (text, blotches, smear, frozen
 
 
 class Clip:
-    """The frames of a film, again and again."""
+    """The frames of a film, again and again, each time with the noise of a sensor: no camera sends a frame twice."""
 
     n_images, epoch = None, None
     classes: tuple[str, ...] = ()
@@ -265,7 +266,10 @@ class Clip:
         self.frames = frames
 
     def images(self, numbers: Tensor) -> Tensor:
-        return self.frames[numbers % len(self.frames)]
+        frames = self.frames[numbers % len(self.frames)].float()
+        for frame, number in zip(frames, numbers.tolist(), strict=True):
+            frame += SENSOR_NOISE * torch.randn(frame.shape, generator=torch.Generator().manual_seed(number))
+        return frames.round_().clamp_(0, 255).byte()
 
     def labels(self, numbers: Tensor) -> Tensor:
         raise UserError("a film has no labels")
@@ -273,11 +277,10 @@ class Clip:
 
 def decoded(lab: Lab) -> str:
     """The clip's frames beside the runs, 32 px, for those who have it; its name, or nothing."""
-    name = Path(CLIP).stem
-    file = lab.out / "runs" / f"{name}.safetensors"
+    file = lab.out / "runs" / f"{CLIP}.safetensors"
     if not file.exists():
         if lab.data_dir is None or not (lab.data_dir / CLIP).exists():
             return ""
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(file, {"images": torch.cat(list(open_stream(lab.data_dir / CLIP, size=32).segments(256)))})
-    return name
+    return CLIP
