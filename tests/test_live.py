@@ -215,7 +215,12 @@ def test_too_many_frames_are_passed_over_and_counted(camera, speed, seconds):
         if time.monotonic() > end:
             break
     source.stop.set()
-    time.sleep(1)  # what is on its way arrives
+    time.sleep(0.3)
+    capture, deadline = stream._captures[0], time.monotonic() + 60
+    while capture._captured < source.n_sent and time.monotonic() < deadline:  # what is on its way arrives
+        capture.ask(0)
+        capture.look(True)
+        time.sleep(0.1)
     segments.close()
     account = stream.account
     print(f"{speed} times as fast: {account}")
