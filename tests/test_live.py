@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,7 @@ def test_too_many_frames_are_passed_over_and_counted(camera, speed, seconds):
     """The learner takes 25 frames a second; the queue is bounded, memory flat, the account exact."""
     source = camera(fps=25 * speed)
     stream = open_stream(source.url, size=32, timeout=5)
+    stream.feeds[0] = replace(stream.feeds[0], queue=32)  # full after a second at twice the speed
     resident, end = [], None
     segments = stream.segments(5)
     for images in segments:
@@ -227,10 +229,7 @@ def test_too_many_frames_are_passed_over_and_counted(camera, speed, seconds):
     assert account.is_balanced
     assert account.received == source.n_sent
     assert account.learned == stream.position
-    if speed == 1:
-        assert not account.passed["overload"]
-    elif speed == 100 or seconds > 30:  # long enough to fill the queue, whatever else the machine does
-        assert account.passed["overload"] > 0
+    assert (account.passed["overload"] > 0) == (speed > 1)
     if seconds > 30:
         assert resident[-1] < 1.01 * resident[len(resident) // 3]
 
