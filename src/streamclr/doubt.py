@@ -1,0 +1,125 @@
+"""The second look: where int8 is in doubt between two classes, the same file runs the image again in float."""
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor
+
+MOST_CHANGED = 0.003  # share of the classes that int8 may change unnoticed; with 0.005 the mark of 1 % was near
+
+
+def margin(probabilities: Tensor) -> Tensor:
+    """Between the two most probable classes, n."""
+    two = probabilities.topk(2, 1).values
+    return two[:, 0] - two[:, 1]
+
+
+def least_margin(exact: Tensor, found: Tensor) -> float:
+    """The margin below which an image is in doubt; 0 where none has to be.
+
+    exact, found: probabilities in float and int8 of the same images, n x classes. Few of their classes change, too few
+    to count. So the error on each image is put on every image, and the share of changed classes above a margin is
+    that over all these pairs.
+    """
+    if found.shape[1] < 2:  # a single class
+        return 0.0
+    logits = found.clamp(min=1e-30).log()
+    errors = exact.clamp(min=1e-30).log() - logits
+    first, margins = found.argmax(1), margin(found)
+    changed = torch.stack(
+        [((own + errors).argmax(1) != c).double().mean() for own, c in zip(logits, first, strict=True)]
+    )
+    surest = margins.argsort(descending=True)
+    fine = changed[surest].cumsum(0) <= MOST_CHANGED * len(found)
+    return 0.0 if fine.all() else float(f"{margins[surest[fine.sum()]]:.3g}")
+
+
+def look_again(quantised: onnx.ModelProto, model: onnx.ModelProto, least: float) -> None:
+    """Give the quantised file a second look at images with less than this margin, by the float model it came from.
+
+    Both begin with the same pre-processing, whose result the float encoder takes in: only the rows in doubt, and
+    nothing is run where there are none.
+    """
+    graph, outputs = quantised.graph, ["probabilities", "features"]
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [f"first_{name}" if name in outputs else name for name in names]
+    then = helper.make_graph(
+        [
+            helper.make_node("GatherND", [_pixels(model), "rows"], ["again_pixels"]),
+            *(part := _encoder(model)).node,
+            *(
+                helper.make_node("ScatterND", [f"first_{name}", "rows", f"again_{name}"], [f"second_{name}"])
+                for name in outputs
+            ),
+        ],
+        "second_look",
+        [],
+        [_float(f"second_{name}") for name in outputs],
+        part.initializer,
+    )
+    otherwise = helper.make_graph(
+        [helper.make_node("Identity", [f"first_{name}"], [f"only_{name}"]) for name in outputs],
+        "no_second_look",
+        [],
+        [_float(f"only_{name}") for name in outputs],
+    )
+    graph.initializer.extend(
+        [
+            helper.make_tensor("two", TensorProto.INT64, [1], [2]),
+            helper.make_tensor("difference", TensorProto.FLOAT, [2], [1, -1]),
+            helper.make_tensor("least_margin", TensorProto.FLOAT, [], [least]),
+            helper.make_tensor("none", TensorProto.INT64, [], [0]),
+        ]
+    )
+    graph.node.extend(
+        [
+            helper.make_node("TopK", ["first_probabilities", "two"], ["largest", "order"]),
+            helper.make_node("MatMul", ["largest", "difference"], ["margin"]),
+            helper.make_node("Less", ["margin", "least_margin"], ["doubtful"]),
+            helper.make_node("NonZero", ["doubtful"], ["numbers"]),
+            helper.make_node("Transpose", ["numbers"], ["rows"]),  # as many as are in doubt x 1
+            helper.make_node("Size", ["rows"], ["n_doubtful"]),
+            helper.make_node("Greater", ["n_doubtful", "none"], ["any"]),
+            helper.make_node("If", ["any"], outputs, then_branch=then, else_branch=otherwise),
+        ]
+    )
+
+
+def _pixels(model: onnx.ModelProto) -> str:
+    """The standardised images, which the first convolution takes in."""
+    return next(node.input[0] for node in model.graph.node if node.op_type == "Conv")
+
+
+def _encoder(model: onnx.ModelProto) -> onnx.GraphProto:
+    """What comes after the pre-processing, from `again_pixels` on; all names begin with `again_`."""
+    pixels, nodes = _pixels(model), []
+    needed = {output.name for output in model.graph.output}
+    for node in reversed(model.graph.node):
+        if needed & set(node.output) and pixels not in node.output:
+            nodes.append(node)
+            needed |= set(node.input)
+    assert "images" not in needed, "the encoder takes in more than the pixels"
+    part = onnx.GraphProto()
+    part.node.extend(reversed(nodes))
+    part.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in needed)
+    for tensor in part.initializer:
+        tensor.name = f"again_{tensor.name}"
+    for node in part.node:
+        node.name = f"again_{node.name}"
+        for ends in (node.input, node.output):
+            ends[:] = ["again_pixels" if name == pixels else name and f"again_{name}" for name in ends]
+    return part
+
+
+def _float(name: str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+
+
+def telling(content: bytes) -> bytes | None:
+    """The same file with a third output, `doubtful`: which images it runs twice. None if it runs none twice."""
+    model = onnx.load_from_string(content)
+    if not any("doubtful" in node.output for node in model.graph.node):
+        return None
+    model.graph.output.append(helper.make_tensor_value_info("doubtful", TensorProto.BOOL, ["n"]))
+    return model.SerializeToString()

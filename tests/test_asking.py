@@ -1,0 +1,668 @@
+import dataclasses
+import errno
+import os
+import shutil
+import signal
+import sqlite3
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from streamclr import asking as asking_module
+from streamclr.asking import N_AHEAD, N_ALIKE, Asking, Worker, wilson
+from streamclr.candidates import Candidates, read_candidates
+from streamclr.checkpoint import Pace, write_json
+from streamclr.config import RunConfig, make_encoder
+from streamclr.directory import FINISHED, RunDirectory
+from streamclr.encoder import ContrastiveModel, seeded
+from streamclr.errors import Stopped, UserError
+from streamclr.labels import Labels
+from streamclr.run import run
+from test_run import make_folder
+
+SIZE, COLOURS = 16, 3
+
+
+def colours(n, seed=0):
+    """Images of three classes, told apart by their colour; the class of an image is its number modulo 3."""
+    generator = torch.Generator().manual_seed(seed)
+    images = F.interpolate(torch.randint(100, (n, 3, 4, 4), generator=generator).float(), SIZE, mode="bicubic")
+    images = images.clamp(0, 120).byte() + torch.randint(10, (n, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+    images[torch.arange(n), torch.arange(n) % COLOURS] += 100
+    return images
+
+
+def make_run(path, images=None, budget="30", finished=True, step=None, **options):
+    """A run directory with a label queue, without a run: an encoder that has learned nothing."""
+    images = colours(90) if images is None else images
+    settings = {"source": "synthetic:", "images": len(images), "size": SIZE, "width": 1, "stem": "small"} | options
+    path.mkdir(exist_ok=True)
+    write_json(path / "config.json", dataclasses.asdict(RunConfig(label_budget=budget, **settings)))
+    candidates = Candidates(path / "candidates.bin", len(images), (3, SIZE, SIZE))
+    candidates.offer(images, 0)
+    candidates.close()
+    if step is not None:
+        reach(path, step)
+    if finished:
+        finish(path)
+    return path
+
+
+def encoder(path, seed=0):
+    with seeded(seed):
+        return ContrastiveModel(make_encoder(RunDirectory(path).config))
+
+
+def reach(path, step):
+    RunDirectory(path).checkpoints.save(step, {"learner": {"model": encoder(path, step).state_dict()}})
+
+
+def finish(path):
+    RunDirectory(path).save_model(encoder(path))
+    RunDirectory(path).save_results({"labels": {}})
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory):
+    """A finished run whose questions are chosen; to be copied."""
+    path = make_run(tmp_path_factory.mktemp("asking") / "chosen")
+    one = Asking(RunDirectory(path))
+    one.prepare()
+    for name in ("red", "green", "blue"):
+        one.labels.add_class(name)
+    one.close()
+    return path
+
+
+@pytest.fixture
+def asking(chosen, tmp_path):
+    one = opened(shutil.copytree(chosen, tmp_path / "run"))
+    yield one
+    one.close()
+
+
+def opened(path, **how):
+    one = Asking(RunDirectory(path))
+    one.prepare(**how)
+    return one
+
+
+def keys(one):
+    return [question.key for question in one.labels.questions()]
+
+
+def answer_all(one, n=None, class_of=lambda question: question.rank % 3 + 1):
+    for i, question in enumerate(one.questions[:n]):
+        one.labels.answer(f"answer-{i}", "label", [question.key], class_of(question))
+
+
+def until(condition, seconds=60):
+    """Wait until it is true; the time is one after which it will never be, on the slowest machine."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def working(monkeypatch):
+    """Workers that look again at once, and end with the test."""
+    monkeypatch.setattr(asking_module, "LOOK_AGAIN", 0.02)
+    workers = []
+    yield lambda one: workers.append(Worker(one)) or workers[-1]
+    for worker in workers:
+        worker.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_label_queue_says_how_to_have_one(tmp_path):
+    with pytest.raises(UserError, match="has no label queue: run with --label-budget"):
+        Asking(RunDirectory(make_run(tmp_path / "run", budget=None)))
+
+
+@pytest.mark.parametrize(("budget", "n"), [("30", 30), ("1", 1), ("90", 90), ("200", 90), ("10%", 9), ("0.1%", 1)])
+def test_as_many_are_asked_about_as_the_budget_says(tmp_path, budget, n):
+    """A share is of what was seen so far, in a stream without an end."""
+    one = opened(make_run(tmp_path / "run", budget=budget))
+    assert len(one.questions) == len(one.features) == len(set(keys(one))) == n
+    assert one.state()["progress"] == {"asked": n, "labelled": 0, "skipped": 0, "unsure": 0, "left": n}
+
+
+def test_the_budget_grows_with_a_stream_that_has_no_end(tmp_path):
+    path = make_run(tmp_path / "run", images=colours(40), budget="20%", finished=False, step=1)
+    one = opened(path)
+    assert len(keys(one)) == 8
+    one.labels.answer("answer-1", "unsure", keys(one)[:3])
+    make_run(path, budget="20%", finished=False, step=2)
+    one.prepare()
+    assert len(keys(one)) == 18
+    assert one.labels.answers().keys() < set(keys(one))
+
+
+def test_the_pictures_are_the_images_of_the_stream(asking):
+    images = colours(90)
+    for question in asking.questions:
+        assert torch.equal(asking._image(question.key), images[question.arrival])
+
+
+def test_questions_are_the_same_after_everything_was_started_again(asking):
+    before, features, state = keys(asking), asking.features, asking.state()
+    asking.close()
+    again = opened(asking.directory.path)
+    assert keys(again) == before
+    assert torch.equal(again.features, features)
+    assert again.state() == state
+    again.close()
+
+
+def test_another_encoder_chooses_anew_and_what_was_answered_stays(tmp_path):
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = opened(path)
+    first = keys(one)
+    one.labels.add_class("red")
+    one.labels.answer("answer-1", "label", first[-2:], 1)
+    one.labels.answer("answer-2", "skip", first[-3:-2])
+    one.labels.answer("answer-3", "unsure", first[-4:-3])
+    one.labels.undo("undo-1")  # it was seen, and may be answered again
+    reach(path, 2)
+    one.prepare(choose_anew=False)
+    assert keys(one) == first
+    assert one.model_of == "the encoder of step 2"
+    one.prepare()
+    assert len(keys(one)) == 30
+    assert set(first[-4:]) < set(keys(one))
+    assert set(keys(one)) != set(first)
+    assert {one.labels.answers()[key].class_id for key in first[-2:]} == {1}
+
+
+def test_questions_in_other_hands_stay(tmp_path):
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = opened(path)
+    first = set(keys(one))
+    one.labels.note("given", "tasks.json")
+    reach(path, 2)
+    one.prepare()
+    assert set(keys(one)) == first
+
+
+def test_what_is_answered_while_others_are_chosen_counts_for_the_budget(tmp_path, monkeypatch):
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = opened(path)
+    late, real = one.questions[::3], Asking._features
+
+    def features(self, model, images, what):
+        if what != "features":
+            for i, question in enumerate(late):
+                self.labels.answer(f"answer-{i}", "unsure", [question.key])
+        return real(self, model, images, what)
+
+    monkeypatch.setattr(Asking, "_features", features)
+    reach(path, 7)
+    one.prepare()
+    assert len(one.questions) == 30
+    assert {question.key for question in late} < set(keys(one))
+
+
+def test_frames_that_lie_are_not_asked_about_where_guards_are_on(tmp_path):
+    images = colours(60)
+    images[::2] = 17  # a covered lens
+    images[1::4] = torch.randint(256, (15, 3, SIZE, SIZE), dtype=torch.uint8)  # a broken cable
+    images[::2, 0, 0, 0] = torch.arange(30, dtype=torch.uint8)  # not all of them the same picture
+    on, off = (opened(make_run(tmp_path / name, images, budget="40", guards=name)) for name in ("on", "off"))
+    assert {question.arrival % 4 for question in on.questions} == {3}
+    assert len(on.questions) == 15
+    assert len(off.questions) == 40
+
+
+def test_a_stream_of_lies_alone_has_nothing_to_ask(tmp_path):
+    images = torch.full((10, 3, SIZE, SIZE), 17, dtype=torch.uint8)
+    with pytest.raises(UserError, match="no images to ask about yet"):
+        opened(make_run(tmp_path / "run", images, guards="on"))
+
+
+def test_a_run_that_is_still_learning_is_asked_about_with_its_last_checkpoint(tmp_path):
+    path = make_run(tmp_path / "run", finished=False)
+    one = Asking(RunDirectory(path))
+    with pytest.raises(UserError, match=r"^no encoder yet: [^\n]*$"):
+        one.prepare()
+    assert not one.state()["ready"]
+    reach(path, 3)
+    one.prepare()
+    assert one.state()["ready"]
+    assert one.model_of == "the encoder of step 3"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda file: file.unlink(), "cannot be read"),
+        (lambda file: file.write_bytes(b"nothing of it" * 1000), "holds no candidates"),
+        (lambda file: os.truncate(file, 4500), "no images to ask about"),
+        (lambda file: os.truncate(file, 0), "holds no candidates"),
+    ],
+)
+def test_candidates_that_are_gone_are_said_and_what_was_asked_can_be_answered(tmp_path, damage, told):
+    damage(make_run(tmp_path / "never asked") / "candidates.bin")
+    with pytest.raises(UserError, match=told):
+        opened(tmp_path / "never asked")
+    path = make_run(tmp_path / "asked", finished=False, step=1)
+    before = keys(opened(path))
+    damage(path / "candidates.bin")
+    finish(path)
+    one = opened(path)
+    assert keys(one) == before
+    assert one.model_of == FINISHED
+    assert told in one.state()["message"]
+    assert one.state()["ready"]
+
+
+def test_classes_of_the_source_are_there_at_once(tmp_path):
+    path = make_run(tmp_path / "run")
+    write_json(path / "classes.json", ["ant", "a" * 300, "bee"])
+    one = opened(path)
+    assert one.labels.classes() == {1: "ant", 2: "bee"}  # whoever needs the other gives it a shorter name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def with_features(one, features):
+    """As if the encoder had seen this in its questions."""
+    one.features = features
+    return one
+
+
+def test_accuracy_on_held_back_labels_is_high_where_features_tell_classes_apart(asking):
+    targets = torch.tensor([question.arrival % COLOURS for question in asking.questions])
+    with_features(asking, F.one_hot(targets, COLOURS) * 5.0 + torch.randn(30, COLOURS))
+    answer_all(asking, class_of=lambda question: question.arrival % COLOURS + 1)
+    trained = asking.train()
+    assert trained.accuracy > 0.9
+    assert trained.interval[0] <= trained.accuracy <= trained.interval[1]
+    assert (trained.probabilities.argmax(1) == targets).float().mean() > 0.9
+    assert asking.history() == [[30, pytest.approx(trained.accuracy, abs=1e-4)]]
+    accuracy = asking.state()["accuracy"]
+    assert (accuracy["value"], accuracy["n"], accuracy["training"]) == (trained.accuracy, 30, False)
+
+
+def test_accuracy_on_held_back_labels_is_that_of_chance_where_there_is_nothing_to_know(tmp_path):
+    """The classifier knows its own labels by heart in so many dimensions."""
+    one = opened(make_run(tmp_path / "run", colours(120), budget="120"))
+    with_features(one, torch.randn(120, 200, generator=torch.Generator().manual_seed(0)))
+    classes = torch.randint(2, (120,), generator=torch.Generator().manual_seed(1))
+    for name in ("a", "b"):
+        one.labels.add_class(name)
+    answer_all(one, class_of=lambda question: int(classes[question.rank]) + 1)
+    trained = one.train()
+    assert (trained.probabilities.argmax(1) == classes).float().mean() > 0.95
+    assert 0.35 < trained.accuracy < 0.65
+    assert trained.interval[0] < 0.5 < trained.interval[1]
+
+
+def pairs_of_twins(one):
+    """Rows 2i and 2i + 1 have the same features and the same class, and nothing else tells the classes."""
+    features = torch.randn(15, 300, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
+    classes = torch.randint(1, 3, (15,), generator=torch.Generator().manual_seed(2)).tolist()
+    return with_features(one, features), classes
+
+
+def test_look_alikes_that_were_answered_at_one_go_are_held_back_together(chosen, tmp_path):
+    accuracies = []
+    for n_at_once in (2, 1):
+        one = opened(shutil.copytree(chosen, tmp_path / f"run-{n_at_once}"))
+        one, classes = pairs_of_twins(one)
+        for row in range(0, 30, n_at_once):
+            twins = [question.key for question in one.questions[row : row + n_at_once]]
+            one.labels.answer(f"answer-{row}", "label", twins, classes[row // 2])
+        accuracies.append(one.train().accuracy)
+    together, apart = accuracies
+    assert together < 0.75
+    assert apart > 0.9  # each knows its twin
+
+
+def test_answers_from_a_file_are_held_back_one_by_one(asking):
+    """They come in one request for each class, of which nothing would be known if it were held back as a whole."""
+    targets = torch.tensor([question.arrival % COLOURS for question in asking.questions])
+    with_features(asking, F.one_hot(targets, COLOURS) * 5.0 + torch.randn(30, COLOURS))
+    names = asking.labels.classes()
+    asking.labels.bring_in([(q.key, "label", names[q.arrival % COLOURS + 1]) for q in asking.questions])
+    trained = asking.train()
+    assert trained.n_labels == 30
+    assert trained.accuracy > 0.9
+
+
+def test_of_few_answers_no_accuracy_is_told(asking):
+    answer_all(asking, 4)
+    assert asking.train().accuracy is None
+    assert asking.history() == []
+    assert asking.state()["accuracy"] == {
+        "value": None, "low": 0.0, "high": 1.0, "n": 4, "training": False, "history": [],
+    }  # fmt: skip
+
+
+def test_the_accuracy_of_fewer_labels_is_forgotten_when_they_are_taken_back(asking):
+    for n in (8, 10):
+        answer_all(asking, n)
+        asking.train()
+    assert [n for n, _ in asking.history()] == [8, 10]
+    asking.labels.undo("undo-1")
+    assert asking.state()["accuracy"]["training"]
+    asking.train()
+    assert [n for n, _ in asking.history()] == [8, 9]
+
+
+def test_taken_back_to_one_class_there_is_no_classifier(asking):
+    keys_of = {c: [q.key for q in asking.questions if q.arrival % COLOURS == c] for c in range(COLOURS)}
+    asking.labels.answer("answer-1", "label", keys_of[0], 1)
+    assert asking.train() is None
+    asking.labels.answer("answer-2", "label", keys_of[1], 2)
+    assert asking.train().classes == [1, 2]
+    assert asking.directory.load_classifier()[1] == ["red", "green"]
+    asking.labels.undo("undo-1")
+    assert asking.train() is None
+    state = asking.state()
+    assert state["accuracy"]["n"] == 0
+    assert not state["accuracy"]["training"]
+    assert all(task["guess"] is None for task in state["next"])
+    with pytest.raises(UserError, match="has no classifier"):
+        asking.directory.load_classifier()
+    asking.labels.undo("undo-2")
+    assert asking.train() is None
+    assert asking.state()["last"] is None
+
+
+def test_a_class_without_labels_is_none_of_the_classifiers(asking):
+    answer_all(asking, 12, class_of=lambda question: 1 if question.arrival % 2 else 3)
+    assert asking.train().classes == [1, 3]
+    head, names = asking.directory.load_classifier()
+    assert names == ["red", "blue"]
+    assert head.linear.out_features == 2
+    assert {task["guess"]["class"] for task in asking.state()["next"]} <= {1, 3}
+    assert [c["n"] for c in asking.state()["classes"]] == [
+        sum(question.arrival % 2 == odd for question in asking.questions[:12]) if odd is not None else 0
+        for odd in (1, None, 0)
+    ]
+
+
+def test_a_renamed_class_has_its_new_name_in_the_saved_classifier(asking, working):
+    answer_all(asking, 6)
+    worker = working(asking)
+    until(lambda: not asking.is_behind())
+    asking.labels.rename_class(2, "grün")
+    worker.wake()
+    until(lambda: "grün" in asking.directory.load_classifier()[1])
+    assert asking.directory.load_classifier()[1] == ["red", "grün", "blue"]
+
+
+def test_unsure_and_skipped_images_are_not_learned_from(asking):
+    answer_all(asking, 10)
+    asking.labels.answer("answer-x", "unsure", [asking.questions[0].key])
+    asking.labels.answer("answer-y", "skip", [asking.questions[1].key])
+    assert asking.train().n_labels == 8
+    assert asking.state()["progress"] == {"asked": 30, "labelled": 8, "skipped": 1, "unsure": 1, "left": 21}
+
+
+def test_the_order_stays_and_skipped_ones_come_last(asking):
+    state = asking.state()
+    assert [task["id"] for task in state["next"]] == keys(asking)[:N_AHEAD]
+    answer_all(asking, 4)
+    asking.labels.answer("answer-x", "skip", [asking.questions[5].key])
+    asking.labels.answer("answer-y", "skip", [asking.questions[4].key])
+    trained = asking.train()
+    order = asking._to_ask(asking.labels.answers())
+    assert sorted(order) == list(range(4, 30))
+    assert order[-2:] == [5, 4]  # in the order in which they were skipped
+    assert order[:-2] == list(range(6, 30))
+    shown = asking.state()["next"]
+    assert [task["id"] for task in shown] == [asking.questions[row].key for row in order[:N_AHEAD]]
+    for task in shown:
+        probability, best = trained.probabilities[keys(asking).index(task["id"])].max(0)
+        guess = {"class": trained.classes[int(best)], "probability": pytest.approx(float(probability), abs=1e-4)}
+        assert task["guess"] == guess
+
+
+def test_look_alikes_are_the_nearest_that_were_not_answered(asking):
+    answer_all(asking, 5)
+    asking.labels.answer("answer-x", "skip", [asking.questions[6].key])
+    asking.labels.answer("answer-y", "unsure", [asking.questions[7].key])
+    place = {key: row for row, key in enumerate(keys(asking))}
+    directions = F.normalize(asking.features, dim=1)
+    for task in asking.state()["next"]:
+        row = place[task["id"]]
+        others = [other for other in range(5, 30) if other not in (6, 7, row)]
+        nearest = sorted(others, key=lambda other: -float(directions[other] @ directions[row]))[:N_ALIKE]
+        likeness = [float(directions[place[one["id"]]] @ directions[row]) for one in task["alike"]]
+        assert likeness == pytest.approx([float(directions[other] @ directions[row]) for other in nearest], abs=1e-5)
+        assert {place[one["id"]] for one in task["alike"]} <= set(others)
+
+
+def test_to_the_last_question_and_back(asking):
+    for i, question in enumerate(asking.questions[:-1]):
+        asking.labels.answer(f"answer-{i}", "skip" if i == 3 else "label", [question.key], None if i == 3 else 1)
+    last, skipped = asking.state()["next"]
+    assert (last["id"], last["alike"]) == (asking.questions[-1].key, [])
+    assert [one["id"] for one in skipped["alike"]] == [last["id"]]
+    asking.labels.answer("answer-l", "unsure", [last["id"]])
+    assert [task["id"] for task in asking.state()["next"]] == [asking.questions[3].key]
+    asking.labels.answer("answer-s", "label", [asking.questions[3].key], 2)
+    assert asking.state()["next"] == []
+    assert asking.state()["progress"]["left"] == 0
+    asking.labels.undo("undo-1")
+    assert [task["id"] for task in asking.state()["next"]] == [asking.questions[3].key]
+
+
+def test_an_interval_holds_the_true_share():
+    assert wilson(0, 10)[0] == 0
+    assert wilson(10, 10)[1] == 1
+    assert wilson(50, 100) == pytest.approx((0.404, 0.596), abs=1e-3)  # Wilson (1927)
+    assert wilson(5, 10)[1] - wilson(5, 10)[0] > wilson(500, 1000)[1] - wilson(500, 1000)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_never_a_mixture_while_others_are_chosen(tmp_path, working):
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = opened(path)
+    for name in ("red", "green", "blue"):
+        one.labels.add_class(name)
+    answer_all(one, 9)
+    stop, wrong = threading.Event(), []
+
+    def look():
+        while not stop.wait(0.002):
+            state = one.state()
+            ids = [task["id"] for task in state["next"]]
+            if len(set(ids)) != N_AHEAD or state["progress"] != {
+                "asked": 30, "labelled": 9, "skipped": 0, "unsure": 0, "left": 21,
+            }:  # fmt: skip
+                wrong.append(state)
+            if any(len(task["alike"]) != N_ALIKE for task in state["next"]):
+                wrong.append(state)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    reach(path, 2)
+    one.prepare()
+    one.train()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_worker_takes_the_last_encoder_when_the_run_is_finished(tmp_path, working):
+    path = make_run(tmp_path / "run", finished=False)
+    one, directory = Asking(RunDirectory(path)), RunDirectory(path)
+    working(one)
+    until(lambda: "no encoder yet" in one.state()["message"])
+    reach(path, 1)
+    until(lambda: one.state()["ready"])
+    for name in ("red", "green", "blue"):
+        one.labels.add_class(name)
+    answer_all(one, 9)
+    until(lambda: (path / "labelled.safetensors").exists())
+    with pytest.raises(UserError, match=r"is for the encoder of step 1, .*: streamclr label train"):
+        directory.load_classifier()
+    finish(path)
+    until(lambda: one.model_of == FINISHED and not one.is_behind())
+    head, names = directory.load_classifier()
+    assert names == ["red", "green", "blue"]
+    assert torch.equal(head(one.features).softmax(1), one.trained.probabilities)
+    assert len(one.questions) == 30
+
+
+def test_who_opens_the_page_again_has_the_newest_encoder_and_keeps_the_questions_of_a_session(tmp_path, working):
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = Asking(RunDirectory(path))
+    worker = working(one)
+    until(lambda: one.state()["ready"])
+    first = keys(one)
+    reach(path, 2)
+    time.sleep(0.2)
+    assert one.model_of == "the encoder of step 1"  # nobody asked for another
+    worker.look_anew()
+    until(lambda: one.model_of == "the encoder of step 2")
+    second = keys(one)
+    assert second != first  # nobody was answering
+    for name in ("red", "green", "blue"):
+        one.labels.add_class(name)
+    answer_all(one, 9)
+    reach(path, 3)
+    worker.look_anew()
+    until(lambda: one.model_of == "the encoder of step 3" and not one.is_behind())
+    assert keys(one) == second
+    assert one.directory.load_classifier(encoder="the encoder of step 3")
+
+
+def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_path, monkeypatch):
+    """The final encoder is read, and then something fails."""
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = opened(path)
+    for name in ("red", "green", "blue"):
+        one.labels.add_class(name)
+    answer_all(one, 6)
+    finish(path)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Asking, "_features", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            one.prepare()
+    one.train()
+    with pytest.raises(UserError, match="is for the encoder of step 1"):
+        one.directory.load_classifier()
+    one.prepare()
+    one.train()
+    assert one.directory.load_classifier()[1] == ["red", "green", "blue"]
+
+
+def test_the_worker_outlives_a_full_disk(asking, working, monkeypatch):
+    full, real = [True], RunDirectory.save_labelled
+
+    def save(self, *args):
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, *args)
+
+    monkeypatch.setattr(RunDirectory, "save_labelled", save)
+    answer_all(asking, 6)
+    working(asking)
+    until(lambda: "No space left" in asking.state()["message"])
+    full[0] = False
+    until(lambda: not asking.is_behind())
+    assert asking.state()["message"] == ""
+    assert asking.directory.load_classifier()
+
+
+def test_the_worker_outlives_a_database_that_others_hold(asking, working, monkeypatch):
+    locked, real = [True], Labels.answers
+
+    def answers(self):
+        if locked[0]:
+            raise sqlite3.OperationalError("database is locked")
+        return real(self)
+
+    answer_all(asking, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(Labels, "answers", answers)
+        working(asking)
+        until(lambda: "database is locked" in asking.message)
+        locked[0] = False
+        until(lambda: not asking.is_behind())
+
+
+def test_the_worker_trains_once_for_each_change(asking, working, monkeypatch):
+    n_trained, real = [0], Asking.train
+
+    def train(self):
+        n_trained[0] += 1
+        return real(self)
+
+    monkeypatch.setattr(Asking, "train", train)
+    answer_all(asking, 6)
+    working(asking)
+    until(lambda: n_trained[0] == 1)
+    time.sleep(0.2)
+    assert n_trained[0] == 1
+    other = Labels(asking.labels.path)  # of another process, such as `label import`
+    other.undo("undo-1")
+    until(lambda: n_trained[0] == 2)
+    other.close()
+
+
+def test_the_worker_takes_over_what_another_process_has_chosen(tmp_path, working):
+    path = make_run(tmp_path / "run", finished=False, step=1)
+    one = Asking(RunDirectory(path))
+    working(one)
+    until(lambda: one.state()["ready"])
+    reach(path, 2)
+    other = opened(path)
+    with one._lock:  # it changes them together
+        assert keys(other) != [question.key for question in one.questions] or one.model_of == "the encoder of step 2"
+    until(lambda: one.questions == other.questions)
+    with one._lock:
+        assert torch.equal(one.features, other.features)
+    other.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_killed_keeps_the_same_candidates(tmp_path, monkeypatch):
+    source = f"folder:{make_folder(tmp_path / 'images', 160, 8, classes=('ant',)) / 'ant'}"  # without labels
+    options = {"source": source, "buffer": 8, "width": 1, "label_budget": "5", "label_disk": "12K"}
+    config = RunConfig(**options, checkpoint_steps=3, out=str(tmp_path / "broken"))
+    whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    n_steps = [0]
+
+    def due(self):
+        n_steps[0] += 1
+        if n_steps[0] == 11:
+            raise Killed
+        return n_steps[0] % 3 == 0
+
+    class Killed(BaseException):
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pace, "due", due)
+        with pytest.raises(Killed):
+            run(config)  # after step 11, with step 9 saved
+        patch.setattr(Pace, "due", lambda self: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped):
+            run(config)
+    path, _ = run(config)
+    kept = [[(c.key, c.arrival) for c in read_candidates(directory / "candidates.bin")] for directory in (whole, path)]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) >= 30
+    assert max(arrival for _, arrival in kept[0]) > 80
+    assert keys(opened(whole)) == keys(opened(path))
