@@ -1,0 +1,273 @@
+"""The pages in a real browser."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from pages import ARTEFACTS, browser, finished_run
+from streamclr.directory import RunDirectory
+from streamclr.labels import Labels
+from streamclr.stream import open_stream
+
+chromium = pytest.fixture(scope="module")(browser)
+expect.set_options(timeout=60_000)  # milliseconds, of a machine that has much else to do
+PHONE = {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return finished_run(tmp_path_factory.mktemp("runs") / "finished")
+
+
+@pytest.fixture
+def page(chromium):
+    """A page whose console stays empty: no script error, nothing that the content security policy had to stop."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    told = []
+    page.on("console", lambda message: message.type in ("error", "warning") and told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    # A server that was killed on purpose cannot be reached for a while, and perhaps was just about to answer.
+    page.foreseen = "ERR_(CONNECTION|INCOMPLETE|EMPTY_RESPONSE)"
+    yield page
+    context.close()
+    assert [text for text in told if not re.search(page.foreseen, text)] == []
+
+
+def keep(page, name):
+    ARTEFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=True)
+
+
+def until(page, expression, *arg, seconds=60):
+    """Wait until it is true. (Playwright's own wait needs `eval`, which these pages do not allow.)"""
+    deadline = time.monotonic() + seconds
+    while not page.evaluate(expression, *arg):
+        assert time.monotonic() < deadline, (expression, page.locator("[role=status]").all_inner_texts())
+        page.wait_for_timeout(100)
+
+
+N_ON_WALL = "() => document.querySelectorAll('#wall [data-arrival]').length"
+
+
+def number(page, name):
+    text = page.locator(f'[data-value="{name}"]').first.inner_text()
+    return float(re.sub(r"[^\d.]", "", text.split("/")[0].split("of")[0]) or 0)
+
+
+def until_more(page, name, than):
+    deadline = time.monotonic() + 60
+    while number(page, name) <= than:
+        assert time.monotonic() < deadline, f"{name} is still {than}"
+        page.wait_for_timeout(100)
+
+
+def until_seen(page):
+    """The picture has come: a key that answers a question whose picture nobody has seen does nothing."""
+    until(page, "() => document.querySelector('#picture').naturalWidth")
+
+
+@pytest.fixture
+def live_run(tmp_path):
+    """`run --serve`, and the URL of its dashboard. Its policy scores random views, so that some images leave in each
+    step, also of a stream that has nothing new."""
+    options = "--source synthetic: --policy selective-bp --images 1000000 --width 4 --buffer 32 --probes 0"
+    command = [sys.executable, "-m", "streamclr", "run", *options.split(), "--serve", "--label-budget", "50"]
+    command += ["--out", str(tmp_path / "live")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        process.url = re.search(r"http://\S+", process.stdout.readline().decode())[0]
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_dashboard_of_a_live_run_moves(page, live_run):
+    """The numbers, the charts and the wall change without a reload."""
+    page.goto(live_run.url)
+    assert "token" not in page.url
+    expect(page.locator('[data-value="state"]').first).to_contain_text("learning")
+    until(page, f"() => ({N_ON_WALL})() >= 30")
+    before, seen, first = number(page, "step"), number(page, "seen"), page.locator("#wall").inner_text()
+    assert before > 0
+    until_more(page, "step", before)
+    until_more(page, "seen", seen)
+    until(page, "first => document.querySelector('#wall').innerText !== first", first)
+    expect(page.locator("#left")).to_contain_text(re.compile("score .* lowest"))
+    expect(page.locator("#account")).to_contain_text("received")
+    expect(page.locator("#health")).to_contain_text("collapse")
+    until(page, "() => document.querySelectorAll('[data-chart=loss] path[d*=L]').length")
+    keep(page, "dashboard")
+    live_run.send_signal(signal.SIGTERM)
+    assert live_run.wait(60) == 128 + signal.SIGTERM
+    expect(page.locator("#connection")).to_contain_text("lost")
+
+
+def label(page, truth, n):
+    """Label the next n pictures by keyboard alone, as somebody would who knows the answers."""
+    for _ in range(n):
+        until_seen(page)
+        task = page.locator("#picture").get_attribute("data-task")
+        page.keyboard.press(str((truth[task] + 1) % 10))
+        until(page, "task => document.querySelector('#picture').dataset.task !== task", task)
+
+
+def true_classes(run):
+    """Of each question, by its key: what a person would see."""
+    labels = Labels(run / "labels.sqlite")
+    questions = labels.questions()
+    source = open_stream("synthetic:").source
+    labels.close()
+    return {question.key: int(source.labels(np.array([question.arrival]))[0]) for question in questions}
+
+
+def test_fifty_labels_by_keyboard_through_a_reload_and_a_kill(page, serve, held_port, tmp_path):
+    run = finished_run(tmp_path / "run")
+    served = serve("label", run, port=held_port)
+    page.goto(served.url)
+    expect(page.locator("#classes [data-class]")).to_have_count(10)
+    expect(page.locator("#picture")).to_be_visible()
+    truth = true_classes(run)
+    label(page, truth, 20)
+    expect(page.locator("#saved")).to_have_text("saved, 20 answers")
+    page.reload()
+    expect(page.locator("#saved")).to_have_text("saved, 20 answers")
+    label(page, truth, 15)
+    expect(page.locator("#saved")).to_have_text(re.compile("saved, 3[0-9] answers"))
+    acknowledged = int(re.search(r"\d+", page.locator("#saved").inner_text())[0])
+    until_seen(page)
+    served.kill()
+    labels = Labels(run / "labels.sqlite")
+    assert labels.n_answers() >= acknowledged >= 20
+    label_while_away = page.locator("#picture").get_attribute("data-task")
+    page.keyboard.press(str((truth[label_while_away] + 1) % 10))
+    expect(page.locator("#saved")).to_contain_text("not saved")
+
+    served = serve("label", run, port=held_port)
+    page.goto(served.url)  # what was not acknowledged is sent now
+    expect(page.locator("#saved")).to_have_text("saved, 36 answers")
+    assert label_while_away in labels.answers()
+    label(page, truth, 14)
+    expect(page.locator("#saved")).to_have_text("saved, 50 answers")
+    expect(page.locator("#accuracy")).to_contain_text(re.compile(r"\d.*%.*from 50 labels$"))
+    expect(page.locator("#progress")).to_contain_text("50 of 80 labelled")
+    keep(page, "label")
+    right = [truth[key] + 1 == answer.class_id for key, answer in labels.answers().items()]
+    assert right == [True] * 50
+    labels.close()
+    head, classes = RunDirectory(run).load_classifier()  # what `predict` uses from now on
+    assert head.linear.out_features == len(classes) <= 10
+
+
+def test_undo_skip_not_sure_and_look_alikes_by_keyboard(page, serve, finished):
+    served = serve("label", finished)
+    labels = Labels(finished / "labels.sqlite")
+    page.goto(served.url)
+    expect(page.locator("#alike button")).to_have_count(11)
+    first = page.locator("#picture").get_attribute("data-task")
+    page.keyboard.press("s")
+    expect(page.locator("#saved")).to_have_text("saved, 1 answers")
+    second = page.locator("#picture").get_attribute("data-task")
+    assert second != first
+    until_seen(page)
+    page.keyboard.press("n")
+    expect(page.locator("#saved")).to_have_text("saved, 2 answers")
+    page.keyboard.press("u")
+    expect(page.locator("#saved")).to_have_text("saved, 1 answers")
+    assert page.locator("#picture").get_attribute("data-task") == second
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Space")
+    until_seen(page)
+    page.keyboard.press("3")
+    expect(page.locator("#saved")).to_have_text("saved, 3 answers")
+    assert [answer.class_id for answer in labels.answers().values()] == [None, 3, 3]
+    n_alike = page.locator("#alike button").count()
+    assert n_alike >= 9  # of eleven those are gone that were answered meanwhile
+    page.keyboard.press("g")
+    until_seen(page)
+    page.keyboard.press("4")
+    expect(page.locator("#saved")).to_have_text(f"saved, {4 + n_alike} answers")
+    page.keyboard.press("Backspace")
+    expect(page.locator("#saved")).to_have_text("saved, 3 answers")
+    page.keyboard.press("a")
+    page.keyboard.type("<b>zebra</b>")
+    page.keyboard.press("Enter")
+    expect(page.locator("#classes [data-class]")).to_have_count(11)
+    expect(page.locator("#classes")).to_contain_text("<b>zebra</b>")
+    page.keyboard.press("r")
+    page.keyboard.press("1")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("first")
+    page.keyboard.press("Enter")
+    expect(page.locator("#classes [data-class]").first).to_contain_text("first")
+    assert labels.classes()[1] == "first"
+    page.keyboard.press("/")
+    page.keyboard.type("zeb")
+    until_seen(page)
+    page.keyboard.press("Enter")
+    expect(page.locator("#saved")).to_have_text("saved, 4 answers")
+    assert list(labels.answers().values())[-1].class_id == 11
+    labels.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_pages_fit_a_phone(chromium, serve, finished, scheme):
+    served = serve("serve", finished)
+    context = chromium.new_context(viewport=PHONE, color_scheme=scheme, device_scale_factor=2, has_touch=True)
+    page = context.new_page()
+    page.goto(served.url)
+    until(page, N_ON_WALL)
+    for name in ("dashboard", "label"):
+        if name == "label":
+            page.locator('a[href^="/label/"]:visible').first.click()
+            expect(page.locator("#picture")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        small = "b => b.offsetParent && (b.offsetHeight < 32)"
+        assert page.evaluate(f"[...document.querySelectorAll('main button')].filter({small}).length") == 0
+        keep(page, f"{name}-phone-{scheme}")
+    context.close()
+
+
+def test_several_runs_lie_over_each_other(page, serve, finished, tmp_path):
+    other = finished_run(tmp_path / "other", policy="fifo", label_budget=None)
+    served = serve("serve", finished, other)
+    page.goto(served.url)
+    expect(page.locator("#legend li")).to_have_count(2)
+    until(page, "() => document.querySelectorAll('[data-chart=loss] path[d*=L]').length >= 2")
+    assert page.locator('a[href^="/label/"]:visible').count() == 1
+    page.locator("#selected").select_option(label="other")
+    expect(page.locator("#left")).to_contain_text("the oldest made room")
+    keep(page, "two-runs")
+
+
+def test_a_page_without_the_token_shows_nothing(page, serve, finished):
+    served = serve("serve", finished)
+    page.foreseen = r"401 \(Unauthorized\)"  # of the page, and of the icon that the browser asks for by itself
+    answer = page.goto(f"http://127.0.0.1:{served.port}/")
+    assert answer.status == 401
+    assert "open the URL" in json.loads(page.locator("body").inner_text())["detail"]
+
+
+def test_the_map_is_used_by_keyboard(page, serve, finished):
+    served = serve("serve", finished)
+    page.goto(served.url)
+    until(page, N_ON_WALL)
+    page.locator("#map [tabindex='0'], #map").last.focus()
+    page.keyboard.press("ArrowRight")
+    first = page.locator("#chosen").inner_text()
+    assert "age" in first
+    for _ in range(32):  # images in the buffer
+        page.keyboard.press("ArrowRight")
+        if page.locator("#chosen").inner_text() != first:
+            break
+    assert page.locator("#chosen").inner_text() != first
