@@ -1,0 +1,79 @@
+"""The ExecuTorch program says what PyTorch says, by ExecuTorch's own runtime."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import random_images
+from streamclr.export import export
+from streamclr.mobile import LARGEST_SIDE, metadata, open_program
+from streamclr.parity import classify
+from test_export import made_run, shipped_of
+
+pytest.importorskip("executorch")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return made_run(tmp_path_factory.mktemp("mobile") / "run")
+
+
+@pytest.fixture(scope="module")
+def program(directory):
+    return export(directory, "executorch")
+
+
+@pytest.fixture(scope="module")
+def int8_program(directory):
+    return export(directory, "executorch", int8=True)
+
+
+def test_it_says_what_pytorch_says(directory, program):
+    file, parity = program
+    assert file.name == "run.pte"
+    assert parity.problem is None
+    assert parity.equal_classes == 1
+    run, shipped = open_program(file.read_bytes()), shipped_of(directory)
+    for height, width in [(32, 32), (31, 77), (100, 30), (7, 5), (1, 1), (481, 640), (1080, LARGEST_SIDE)]:
+        images = random_images(2, LARGEST_SIDE)[..., :height, :width].contiguous()
+        for found, expected in zip(run(images), shipped(images), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_int8(directory, program, int8_program):
+    file, parity = int8_program
+    assert file.name == "run-int8.pte"
+    assert parity.n_bytes < program[1].n_bytes / 2
+    assert parity.equal_classes > 0.7  # random weights on noise: all images look alike to them
+    assert (parity.problem is None) == (parity.equal_classes >= 0.99)
+    assert parity.looked_again is None
+    images = random_images(16, 32, seed=5)
+    exact = classify(shipped_of(directory), images)
+    assert 1e-4 < (open_program(file.read_bytes())(images)[0] - exact).abs().max() < 0.2
+
+
+def test_it_tells_about_itself_and_not_of_the_machine(directory, program, int8_program):
+    for (file, _), int8 in ((program, False), (int8_program, True)):
+        content = file.read_bytes()
+        about = json.loads(metadata(content))
+        assert about == json.loads(file.with_name(f"{file.name}.json").read_text())["metadata"]
+        assert (about["classes"], about["int8"], about["size"]) == (list("abcde"), int8, 32)
+        assert not re.search(rb"site-packages|\.py\b|stack_trace", content)
+        assert str(directory.path.parent).encode() not in content
+
+
+def test_larger_pictures_are_refused(program):
+    with pytest.raises(RuntimeError):
+        open_program(program[0].read_bytes())(random_images(1, 8).repeat(1, 1, 1, LARGEST_SIDE // 8 + 1))
+
+
+def test_the_command_says_nothing_of_what_the_exporters_say(directory, tmp_path):
+    command = [sys.executable, "-m", "streamclr", "export", str(directory.path), "--format", "executorch"]
+    out = tmp_path / "again.pte"
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.endswith(f"classifier: {out}\n")
