@@ -1,0 +1,163 @@
+"""The global encoder: a mean of what the devices learned, without those that are broken or poisoned."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamclr.errors import UserError
+
+FAR = 5.0  # an update this many times as long as the median is refused
+N_REMEMBERED = 50  # lengths of the last updates, for rounds with too few to have a median worth the name
+STATISTICS = ("shared", "local")
+Weights = dict[str, Tensor]
+
+
+def is_statistic(name: str) -> bool:
+    """Whether it is gathered by BatchNorm, not learned."""
+    return name.endswith(("running_mean", "running_var"))
+
+
+def exchanged(model: nn.Module, statistics: str = "shared") -> Weights:
+    """What a device sends and receives: encoder and projection head. The counters of BatchNorm and the constants of
+    standardising stay, and its statistics too if they are local."""
+    learned = {name for name, _ in model.named_parameters()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        if name in learned or (statistics == "shared" and is_statistic(name))
+    }
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a device learned in a round."""
+
+    device: str
+    weights: Weights
+    n_images: int
+    loss: float = math.nan
+
+
+@dataclass
+class Round:
+    """What became of the updates of one round."""
+
+    number: int
+    n_asked: int = 0
+    taken: list[str] = field(default_factory=list)  # the devices
+    refused: dict[str, str] = field(default_factory=dict)  # device: why
+    n_images: int = 0
+    loss: float = math.nan  # mean over the images
+    moved: float = math.nan  # length of the step of the global encoder
+
+    def __str__(self) -> str:
+        of = f" of {self.n_asked}" if self.n_asked else ""
+        why = Counter(self.refused.values())
+        refused = "".join(f" | {n} refused: {reason}" for reason, n in sorted(why.items()))
+        return f"round {self.number} | {len(self.taken)}{of} devices | loss {self.loss:.3f}{refused}"
+
+
+class Average:
+    """The global encoder and how it moves.
+
+    weights: at the start.
+    momentum: of the server (Hsu et al. 2019): the mean step of the devices is added to what is left of those before.
+    slow: share of its own past in the encoder that is kept for use, which then moves slowly behind the one that the
+        devices go on with; 0 is the same encoder for both.
+    most_images: what one device may weigh; a device that claims more is taken at this.
+    """
+
+    def __init__(self, weights: Weights, momentum: float = 0.0, slow: float = 0.0, most_images: int | None = None):
+        for name, value in {"momentum": momentum, "slow": slow}.items():
+            if not 0 <= value < 1:
+                raise UserError(f"{name} is {value}: use 0 (none) or more, below 1")
+        self.momentum, self.slow, self.most_images = momentum, slow, most_images
+        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.kept = {name: tensor.clone() for name, tensor in weights.items()}  # for use
+        self.velocity = {name: torch.zeros_like(t) for name, t in weights.items() if not is_statistic(name)}
+        self.lengths: dict[str, list[float]] = {}  # of the last updates, of weights and statistics
+        self.n_rounds = 0
+
+    def take(self, updates: Sequence[Update], n_asked: int = 0) -> Round:
+        """One round: refuse what is no good, average the rest, move. With nothing left the encoder stays as it is."""
+        self.n_rounds += 1
+        done = Round(self.n_rounds, n_asked)
+        sound = []
+        for update in updates:
+            if why := self._fault(update):
+                done.refused[update.device] = why
+            else:
+                sound.append(update)
+        near = self._near(sound, done)
+        if near:
+            self._move(near, done)
+        return done
+
+    def _fault(self, update: Update) -> str:
+        """What can be seen from an update alone; empty if there is nothing."""
+        own = {name: (tensor.shape, tensor.dtype) for name, tensor in self.weights.items()}
+        if own != {name: (tensor.shape, tensor.dtype) for name, tensor in update.weights.items()}:
+            return "weights of another model"
+        if not all(bool(tensor.isfinite().all()) for tensor in update.weights.values()):
+            return "not finite"
+        if any(name.endswith("running_var") and bool((t < 0).any()) for name, t in update.weights.items()):
+            return "a negative variance"
+        return "" if update.n_images > 0 else "no images"
+
+    def _near(self, updates: Sequence[Update], done: Round) -> list[Update]:
+        """Those that went about as far as the others; a device that sends random weights goes much further."""
+        near = list(updates)
+        for kind in ("weights", "statistics"):
+            names = [name for name in self.weights if is_statistic(name) == (kind == "statistics")]
+            if not names or not near:
+                continue
+            lengths = {u.device: _length({n: u.weights[n] - self.weights[n] for n in names}) for u in near}
+            before = self.lengths.get(kind, [])
+            usual = median(lengths.values()) if len(lengths) >= 3 else median(before) if before else math.inf
+            for update in list(near):
+                if lengths[update.device] > FAR * usual:
+                    done.refused[update.device] = "too far from the others"
+                    near.remove(update)
+            self.lengths[kind] = [*before, *(lengths[u.device] for u in near)][-N_REMEMBERED:]
+        return near
+
+    def _move(self, updates: Sequence[Update], done: Round) -> None:
+        most = self.most_images or max(update.n_images for update in updates)
+        shares = [min(update.n_images, most) for update in updates]
+        total = sum(shares)
+        before = self.weights
+        self.weights = {}
+        for name, own in before.items():
+            mean = sum(update.weights[name].double() * (n / total) for update, n in zip(updates, shares, strict=True))
+            assert isinstance(mean, Tensor)
+            step = mean.to(own.dtype) - own
+            if name in self.velocity:  # a variance with momentum could become negative
+                self.velocity[name] = step = self.momentum * self.velocity[name] + step
+            self.weights[name] = own + step
+        self.kept = {name: torch.lerp(t, self.kept[name], self.slow) for name, t in self.weights.items()}
+        done.taken = [update.device for update in updates]
+        done.n_images = sum(update.n_images for update in updates)
+        done.loss = sum(update.loss * n for update, n in zip(updates, shares, strict=True)) / total
+        done.moved = _length({name: self.weights[name] - before[name] for name in self.velocity})
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("weights", "kept", "velocity", "lengths", "n_rounds")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in ("weights", "kept", "velocity"):
+            own, its = getattr(self, name), state[name]
+            if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in its.items()}:
+                raise UserError("the saved rounds are of another encoder: give the options that they began with")
+        self.weights, self.kept, self.velocity = (dict(state[name]) for name in ("weights", "kept", "velocity"))
+        self.lengths, self.n_rounds = dict(state["lengths"]), state["n_rounds"]
+
+
+def _length(weights: Weights) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in weights.values()))

@@ -1,0 +1,148 @@
+"""A device of a fleet: its own stream, buffer, optimizer and run directory; the encoder is everybody's."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamclr.asking import pixels
+from streamclr.checkpoint import load_weights
+from streamclr.classifier import Classifier
+from streamclr.config import RunConfig, make_encoder, make_learner
+from streamclr.directory import RunDirectory
+from streamclr.encoder import ContrastiveModel, infer
+from streamclr.errors import UserError
+from streamclr.fleet.average import Update, Weights, exchanged, is_statistic
+from streamclr.labels import Labels
+from streamclr.loop import learn
+from streamclr.pretrained import Pretrained, save_pretrained
+from streamclr.run import open_run_stream, resolved
+from streamclr.stream import AnyStream
+
+GLOBAL = "global"  # in the device's directory: the fleet's encoder and classifier, for `streamclr predict`
+MOST_LABELS = 1000  # that one device sends
+
+
+class Labelled(NamedTuple):
+    """Images that somebody has labelled; they stay on the device."""
+
+    images: Tensor
+    names: list[str]
+
+
+class Device:
+    """One round after the other in a run directory, which `streamclr label`, `serve` and `report` take like any other.
+
+    config: `out` is the directory, of this run or new.
+    stream: what it sees; that of the configuration's source unless given.
+    statistics: of BatchNorm, shared with the fleet or local.
+    labelled: instead of what a person answered in the directory.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stream: "AnyStream | None" = None,
+        statistics: str = "shared",
+        labelled: Callable[[], Labelled] | None = None,
+    ):
+        self.stream = open_run_stream(config) if stream is None else stream
+        # How long it learns is the server's to say, round by round; a dataset without an end may be less than a batch.
+        epoch, end = self.stream.source.epoch, self.stream.source.n_images
+        asked = max(epoch, config.batch or config.buffer) if epoch is not None and end is None else None
+        self.config = replace(resolved(replace(config, images=asked), self.stream), images=None, probes=0)
+        self.directory = RunDirectory.of(self.config)
+        self.statistics = statistics
+        self.labelled = self._answered if labelled is None else labelled
+
+    def close(self) -> None:
+        self.directory.close()
+
+    def learn(self, weights: Weights, n_images: int, name: str) -> Update:
+        """Go on from the fleet's encoder, with the own buffer and optimizer, for so many images of the stream."""
+        learner = make_learner(self.config)
+        found = self.directory.checkpoints.latest()
+        journal, size, position, n_before = self.directory.path / "journal.jsonl", 0, 0, 0
+        if found is None:
+            load_weights(learner.model, _merged(learner.model.state_dict(), weights), "what the server sent")
+        else:
+            # The loop begins with the last checkpoint: the weights go there, beside the buffer and the moments.
+            number, state = found
+            state["learner"]["model"] = _merged(state["learner"]["model"], weights)
+            size, position, n_before = state["journal_bytes"], state["stream"]["position"], _n_seen(state)
+            self.directory.checkpoints.save(number, state)
+        learn(replace(self.config, images=position + n_images), learner, self.stream, self.directory)
+        with journal.open("rb") as file:
+            file.seek(size)
+            losses = [json.loads(line)["loss"] for line in file]
+        if not losses:
+            raise UserError(f"{self.config.source} has ended: nothing was learned in this round")
+        loss = sum(losses) / len(losses)
+        return Update(name, exchanged(learner.model, self.statistics), learner.buffer.n_seen - n_before, loss)
+
+    def features(self, weights: Weights) -> tuple[Tensor, list[str]]:
+        """Of the labelled images, with the fleet's encoder, and the names of their classes: all that is ever sent."""
+        images, names = self.labelled()
+        model = self.model_with(weights)
+        if not names:
+            return torch.empty(0, model.n_features), []
+        return infer(model, images[-MOST_LABELS:], model.features).cpu(), names[-MOST_LABELS:]
+
+    def model_with(self, weights: Weights) -> ContrastiveModel:
+        """The fleet's encoder; with the own statistics if they are local."""
+        model = ContrastiveModel(make_encoder(self.config))
+        own = model.state_dict()
+        if self.statistics == "local" and (found := self.directory.checkpoints.latest()):
+            own |= {name: t for name, t in found[1]["learner"]["model"].items() if is_statistic(name)}
+        load_weights(model, _merged(own, weights), "what the server sent")
+        return model
+
+    def take_head(self, weights: Weights, head: Weights, classes: list[str]) -> None:
+        """The fleet's encoder and classifier, written whole beside the run."""
+        assert self.config.size is not None
+        if self.statistics == "local" and not self.directory.checkpoints.numbers():
+            raise UserError("it has not learned yet, and has no statistics for the fleet's encoder")
+        save_global(self.directory.path / GLOBAL, self.model_with(weights), head, classes, self.config.size)
+
+    def _answered(self) -> Labelled:
+        """What a person answered on the labelling page of this device."""
+        file = self.directory.path / "labels.sqlite"
+        if not file.exists():
+            return Labelled(torch.empty(0), [])
+        with closing(Labels(file)) as labels:
+            names = labels.classes()
+            given = {k: a.class_id for k, a in labels.answers().items() if a.kind == "label" and a.class_id is not None}
+            pictures = {key: picture for key in given if (picture := labels.picture(key)) is not None}
+        images = [pixels(picture) for picture in pictures.values()]
+        return Labelled(torch.stack(images) if images else torch.empty(0), [names[given[key]] for key in pictures])
+
+
+def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: list[str], size: int) -> None:
+    """A model and its classifier as a directory for `streamclr predict` and `from_pretrained`, in place of the last."""
+    n_classes, n_features = head["linear.weight"].shape
+    classifier = Classifier(n_features, n_classes)
+    load_weights(classifier, head, "the fleet's classifier")
+    new, old = (path.with_name(f".{path.name}-{which}") for which in ("new", "old"))
+    for left in (new, old):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    save_pretrained(Pretrained(model, classifier.eval(), classes, size), new)
+    with suppress(FileNotFoundError):
+        os.rename(path, old)
+    os.rename(new, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _merged(own: Mapping[str, Tensor], weights: Weights) -> Weights:
+    """The fleet's weights, and what is not exchanged as it was; `load_weights` tells a name that is not ours."""
+    return {**own, **weights}
+
+
+def _n_seen(state: dict) -> int:
+    return state["learner"]["buffer"]["n_seen"]

@@ -1,0 +1,129 @@
+"""The keys of a fleet: a certificate authority, the server's certificate, and a key pair for each device."""
+
+import datetime
+import ipaddress
+import os
+from pathlib import Path
+
+from streamclr.checkpoint import sync
+from streamclr.errors import UserError
+from streamclr.fleet.config import KeysConfig
+from streamclr.fleet.flower import need_flower
+
+CA, SERVER, DEVICE = "ca", "server", "device-{:04}"
+OWN = ("localhost", "127.0.0.1")  # by which the server reaches itself, whatever its devices call it
+
+
+def make_keys(config: KeysConfig) -> tuple[Path, int]:
+    """Write what is missing; nothing is ever overwritten. Returns the directory and how many device keys are new."""
+    need_flower()  # which brings cryptography
+    if not 1 <= config.days <= 3650:
+        raise UserError(f"days is {config.days}: use 1 to 3650")
+    if not 1 <= config.devices <= 9999:
+        raise UserError(f"devices is {config.devices}: use 1 to 9999")
+    hosts = [host.strip() for host in config.host.split(",") if host.strip()]
+    if not hosts:
+        raise UserError("host is empty: give the names and addresses by which devices know the server")
+    directory = Path(config.directory)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    certificate = directory / f"{SERVER}.crt"
+    if not certificate.exists():
+        _make_certificates(directory, [*hosts, *(own for own in OWN if own not in hosts)], config.days)
+    elif config.host != KeysConfig.host and (
+        missing := [host for host in hosts if _alternative(host) not in _names(certificate)]
+    ):
+        raise UserError(f"{certificate} is not for {missing[0]}: give another directory, with new keys for all devices")
+    new = [n for n in range(1, config.devices + 1) if not (directory / DEVICE.format(n)).exists()]
+    for number in new:
+        _make_device(directory / DEVICE.format(number))
+    sync(directory)
+    return directory, len(new)
+
+
+def _make_device(path: Path) -> None:
+    """A pair as Flower takes it: P-384, in OpenSSH's format."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    _write(path.with_name(f"{path.name}.pub"), public + b"\n", 0o644)
+    _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
+
+
+def _make_certificates(directory: Path, hosts: list[str], days: int) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    usage = dict.fromkeys(
+        ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+    )
+    keys = {CA: ec.generate_private_key(ec.SECP384R1()), SERVER: ec.generate_private_key(ec.SECP384R1())}
+
+    def builder(who: str) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name(f"streamclr fleet {who}"))
+            .issuer_name(name(f"streamclr fleet {CA}"))
+            .public_key(keys[who].public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks of devices are not exact
+            .not_valid_after(now + datetime.timedelta(days=days))
+            .add_extension(x509.BasicConstraints(ca=who == CA, path_length=0 if who == CA else None), critical=True)
+            .add_extension(
+                x509.KeyUsage(
+                    digital_signature=who == SERVER,
+                    key_encipherment=False,
+                    key_cert_sign=who == CA,
+                    crl_sign=who == CA,
+                    **usage,
+                ),
+                critical=True,
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(keys[who].public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(keys[CA].public_key()), critical=False)
+        )
+
+    names = x509.SubjectAlternativeName([_alternative(host) for host in hosts])
+    server = builder(SERVER).add_extension(names, critical=False)
+    server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    for who, made in ((CA, builder(CA)), (SERVER, server)):
+        private = keys[who].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        _write(directory / f"{who}.key", private, 0o600)
+        certificate = made.sign(keys[CA], hashes.SHA384())
+        _write(directory / f"{who}.crt", certificate.public_bytes(Encoding.PEM), 0o644)
+
+
+def _names(certificate: Path) -> list[object]:
+    from cryptography import x509
+
+    there = x509.load_pem_x509_certificate(certificate.read_bytes())
+    return list(there.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+
+
+def _alternative(host: str):  # type: ignore[no-untyped-def]  # a type of cryptography, which only a fleet has
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """A new file that nobody else could read at any time."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise UserError(f"{path} exists already: keys are never overwritten; give another directory") from None
+    with os.fdopen(file, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(file)

@@ -1,0 +1,171 @@
+"""The server's side: rounds in a directory, so that they can be resumed, and one classifier from everybody's labels."""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamclr.checkpoint import Checkpoints, load_weights, save_tensors, write_json
+from streamclr.classifier import Classifier, train_head
+from streamclr.config import RunConfig, initial_model
+from streamclr.directory import held, read_json
+from streamclr.encoder import ContrastiveModel, seeded
+from streamclr.errors import UserError
+from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
+from streamclr.fleet.device import GLOBAL, MOST_LABELS, save_global
+from streamclr.journal import Journal
+from streamclr.options import one_of
+from streamclr.progress import say
+
+PATIENCE = 10.0  # seconds: the process of a server that was stopped ends a little later than Flower
+LONGEST_NAME = 200  # of a class, as a device sends it
+
+
+class Head(NamedTuple):
+    """The fleet's classifier."""
+
+    weights: Weights
+    classes: list[str]
+    n_labels: int
+    encoder: Weights  # whose features it was trained on: that of later rounds is another
+
+
+class Rounds:
+    """The global encoder, its journal and its checkpoints, in a directory.
+
+    config: of the learners; the initial weights come from it.
+    options: of the fleet: `momentum`, `slow`, `statistics`, `round_images`; those of a directory cannot be changed.
+    """
+
+    def __init__(self, path: Path, config: RunConfig, options: dict[str, Any]):
+        if options["statistics"] not in STATISTICS:
+            known = one_of(options["statistics"], STATISTICS)
+            raise UserError(f"--statistics is {options['statistics']!r}: {known}")
+        self.path, self.options = path, options
+        with seeded(config.seed):
+            model = initial_model(config)
+            self.model = model if isinstance(model, ContrastiveModel) else ContrastiveModel(model)
+        self.size = config.size
+        weights = exchanged(self.model, options["statistics"])
+        self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
+        self.head: Head | None = None
+        self.refused: Counter[str] = Counter()
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self._open(config)
+
+    def _open(self, config: RunConfig) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        file, journal = self.path / "fleet.json", self.path / "rounds.jsonl"
+        own = json.loads(json.dumps({**asdict(config), "out": None, **self.options}))
+        if file.exists():
+            there = read_json(file)
+            if different := [name for name in own if there.get(name) != own[name]]:
+                name = different[0]
+                how = f"{name} is {there.get(name)} there, {own[name]} here"
+                raise UserError(f"{self.path} has a fleet with other options ({how}): give another --out")
+        elif any(self.path.iterdir()):
+            raise UserError(f"{self.path} exists already, and holds no fleet: give another --out")
+        else:
+            write_json(file, own)
+        told = f"another fleet is at work in {self.path}: wait for it, or give another --out"
+        self._lock = held(file, told, PATIENCE)
+        if (found := self.checkpoints.latest()) is not None:
+            state = found[1]
+            self.average.load_state_dict(state["average"])
+            self.refused = Counter(state["refused"])
+            if journal.exists() and journal.stat().st_size > state["journal_bytes"]:
+                os.truncate(journal, state["journal_bytes"])  # of a round that is done again
+            if state["head"] is not None:
+                self.head = Head(**{"encoder": self.average.kept, **state["head"]})  # which older ones lack
+            say(f"going on after round {self.n_rounds}")
+        self.journal = Journal(journal, "the journal of rounds")
+
+    def close(self) -> None:
+        self.journal.close()
+        self._lock.close()
+
+    @property
+    def n_rounds(self) -> int:
+        return self.average.n_rounds
+
+    def take(self, updates: Sequence[Update], n_asked: int, failed: dict[str, str], seconds: float) -> Round:
+        """One round, on the disk when this returns.
+
+        failed: devices that answered with an error, and with which; who did not answer at all is in neither.
+        """
+        done = self.average.take(updates, n_asked)
+        for device, why in failed.items():
+            say(f"streamclr: device {device} failed in round {done.number}: {why}")
+        for device, why in done.refused.items():
+            say(f"streamclr: the update of device {device} is refused in round {done.number}: {why}")
+        self.refused.update(done.refused.values())
+        silent = n_asked - len(updates) - len(failed)
+        line = asdict(done) | {"failed": failed, "silent": silent, "seconds": seconds, "time": round(time.time(), 3)}
+        self.journal.write(line | {"refused_so_far": dict(self.refused)})
+        self._save()
+        say(f"{done}{f' | {len(failed)} failed' if failed else ''}{f' | {silent} silent' if silent else ''}")
+        return done
+
+    def take_labels(self, labelled: Sequence[tuple[str, Tensor, list[str]]]) -> Head | None:
+        """Train one classifier on the features and class names that devices sent; None with fewer than two classes.
+
+        What does not fit is refused and told.
+        """
+        n_features, features, names = self.model.n_features, [], []
+        for device, own, classes in labelled:
+            fits = own.shape == (len(classes), n_features) and own.dtype == torch.float32
+            fits = fits and len(classes) <= MOST_LABELS
+            fits = fits and bool(own.isfinite().all()) and all(0 < len(name) <= LONGEST_NAME for name in classes)
+            if not fits:
+                say(f"streamclr: the labels of device {device} are refused: they are no features with class names")
+                self.refused["labels"] += 1
+                continue
+            features.append(own)
+            names += classes
+        classes = sorted(set(names))
+        if len(classes) < 2:
+            return None
+        targets = torch.tensor([classes.index(name) for name in names])
+        head = train_head(torch.cat(features), targets, len(classes), quiet=True)
+        self.head = Head(dict(head.state_dict()), classes, len(names), self.average.kept)
+        self._save()
+        if self.size is not None and self.options["statistics"] == "shared":  # else only the devices have some
+            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, self.size)
+        say(f"classifier from {len(names)} labels of {len(features)} devices, {len(classes)} classes")
+        return self.head
+
+    def _save(self) -> None:
+        head = None if self.head is None else self.head._asdict()
+        state: dict[str, Any] = {"average": self.average.state_dict(), "head": head, "refused": dict(self.refused)}
+        try:
+            state["journal_bytes"] = self.journal.sync()
+            self.checkpoints.save(self.n_rounds, state)
+            save_tensors(self.path / "model.safetensors", self.kept_model().state_dict())
+        except OSError as error:  # the checkpoints before this one are whole
+            say(f"streamclr: no checkpoint of round {self.n_rounds} ({error.strerror or error}): going on")
+
+    def kept_model(self) -> ContrastiveModel:
+        """The global encoder for use, with its projection head."""
+        load_weights(self.model, {**self.model.state_dict(), **self.average.kept}, "the global encoder")
+        return self.model
+
+    def classifier(self) -> Classifier | None:
+        if self.head is None:
+            return None
+        n_classes, n_features = self.head.weights["linear.weight"].shape
+        head = Classifier(n_features, n_classes)
+        load_weights(head, self.head.weights, "the fleet's classifier")
+        return head.eval()
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """The journal of a fleet; a last line that is still being written is left out."""
+    lines = (path / "rounds.jsonl").read_text("utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

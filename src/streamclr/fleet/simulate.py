@@ -1,0 +1,199 @@
+"""A fleet in one machine, for research: Flower's simulation engine, each device a part of a dataset."""
+
+import dataclasses
+import logging
+import os
+import random
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from streamclr.candidates import Budget
+from streamclr.checkpoint import load_weights, write_json
+from streamclr.classifier import Accuracy, extract, knn_probe, linear_probe
+from streamclr.config import RunConfig
+from streamclr.encoder import ContrastiveModel
+from streamclr.errors import UserError
+from streamclr.fleet.config import SimulateConfig
+from streamclr.fleet.device import Device, Labelled
+from streamclr.fleet.flower import need_flower
+from streamclr.fleet.rounds import Rounds, read_rounds
+from streamclr.fleet.split import shard, whole_of
+from streamclr.run import resolved
+from streamclr.sources.dataset import DatasetSource, Images
+from streamclr.stream import Stream
+from streamclr.views import as_float
+
+if TYPE_CHECKING:
+    from flwr.app import ConfigRecord, Context
+    from flwr.serverapp import Grid
+
+NOT_HERE = ("images", "epochs", "resume", "predict", "serve", "metrics", "supervised", "label_budget")
+N_GATHERED = 2048  # images from which the statistics of BatchNorm are gathered where devices keep theirs
+
+
+def simulate(config: SimulateConfig) -> tuple[Path, dict[str, Any]]:
+    """All rounds, or those that are left in the directory; then the probes. Returns the directory and the results."""
+    learner, out = prepared(config)
+    results = evaluate(config, run_rounds(config, learner, out))
+    write_json(out / "results.json", results)
+    return out, results
+
+
+def run_rounds(config: SimulateConfig, learner: RunConfig, out: Path) -> Rounds:
+    """The rounds that are left."""
+    need_flower(simulation=True)
+    with closing(Rounds(out, learner, config.of_the_rounds | _of_the_simulation(config))) as rounds:
+        if rounds.n_rounds < config.rounds:
+            _run(config, learner, rounds)
+        if rounds.n_rounds < config.rounds:
+            raise UserError(f"the simulation ended after round {rounds.n_rounds}: start it again to go on")
+    lines = read_rounds(out)
+    if not any(line["taken"] for line in lines):
+        why = next((why for line in lines for why in line["failed"].values()), "none answered")
+        raise UserError(f"no device has learned anything in {len(lines)} rounds ({why}): see {out / 'rounds.jsonl'}")
+    return rounds
+
+
+def prepared(config: SimulateConfig) -> tuple[RunConfig, Path]:
+    """The options of a device's learner, and the directory; what is wrong is said before anything is written."""
+    config.check()
+    for name in NOT_HERE:
+        if getattr(config, name) != getattr(RunConfig, name):
+            flag = "--" + name.replace("_", "-")
+            how = ": give --rounds and --round-images" if name in ("images", "epochs") else ""
+            raise UserError(f"{flag} is for streamclr run, not for a fleet{how}")
+    if not 0 <= config.dropout < 1:
+        raise UserError(f"dropout is {config.dropout}: use 0 or more, below 1")
+    if config.min_devices > config.devices:
+        raise UserError(f"min_devices is {config.min_devices}, and there are {config.devices} devices: use fewer")
+    if config.workers is not None and config.workers < 1:
+        raise UserError(f"workers is {config.workers}: use at least 1")
+    if config.labels is not None:
+        Budget.parse(config.labels)
+    names = [field.name for field in dataclasses.fields(RunConfig)]
+    learner = RunConfig(**{name: getattr(config, name) for name in names})
+    stream = Stream(_shard(config, 0))
+    learner = resolved(dataclasses.replace(learner, images=config.rounds * config.round_images), stream)
+    learner = dataclasses.replace(learner, images=None, out=None, checkpoint_minutes=0)
+    return learner, Path(config.out or "runs/fleet")
+
+
+def _of_the_simulation(config: SimulateConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("devices", "split", "dropout", "labels")}
+
+
+def _run(config: SimulateConfig, learner: RunConfig, rounds: Rounds) -> None:
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    from streamclr.fleet.apps import client_app
+    from streamclr.fleet.strategy import Fleet
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # a round is one line, which we say ourselves
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: "Grid", context: "Context") -> None:
+        Fleet(rounds, config, vars(learner)).run(grid)
+
+    run_simulation(
+        server,
+        client_app(partial(simulated, config, learner, (rounds.path / "devices").resolve())),
+        num_supernodes=config.devices,
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {
+                "address": "local",  # never a cluster that somebody else runs on this machine
+                "num_cpus": config.workers or os.cpu_count() or 1,
+                "object_store_memory": 200 * 2**20,
+                "log_to_driver": False,
+            },
+        },
+    )
+
+
+def simulated(
+    config: SimulateConfig, learner: RunConfig, home: Path, context: "Context", told: "ConfigRecord"
+) -> Device:
+    """In one of Ray's processes: the device whose turn it is."""
+    torch.set_num_threads(1)  # there are as many of these processes as cores
+    number = int(context.node_config["partition-id"])
+    if "images" in told and drops_out(config, int(told["round"]), number):
+        raise UserError("dropped out")
+    source = _shard(config, number)
+    home.mkdir(parents=True, exist_ok=True)
+    own = dataclasses.replace(learner, seed=learner.seed + number, out=str(home / f"{number:04}"))
+    labelled = partial(_labelled, source.streamed, config, number)
+    return Device(own, Stream(source), config.statistics, labelled)
+
+
+def _shard(config: SimulateConfig, device: int) -> DatasetSource:
+    return shard(config.source, config.split, device, config.devices, config.stc, config.seed, config.size)
+
+
+def drops_out(config: SimulateConfig, round_: int, device: int) -> bool:
+    return random.Random(f"{config.seed} {round_} {device}").random() < config.dropout
+
+
+def _labelled(images: Images, config: SimulateConfig, device: int) -> Labelled:
+    """A draw of the device's images, as if somebody had labelled them."""
+    n = 0 if config.labels is None else Budget.parse(config.labels).of(len(images))
+    numbers = np.random.default_rng([config.seed, device]).permutation(len(images))[:n]
+    names = [images.classes[label] for label in images.labels[numbers].tolist()]
+    return Labelled(torch.from_numpy(images.images(numbers)) if n else torch.empty(0), names)
+
+
+def evaluate(config: SimulateConfig, rounds: Rounds) -> dict[str, Any]:
+    """Probes of the global encoder on all labels, its classifier on the test images, and what became of the rounds."""
+    whole, model = whole_of(config.source, config.size), rounds.kept_model()
+    assert whole.train is not None
+    assert whole.test is not None
+    if config.statistics == "local":
+        gather_statistics(model, whole.streamed)
+    known, tested = extract(model, whole.train), extract(model, whole.test)
+    n_classes = len(whole.classes)
+    guesses = {
+        "linear_probe": linear_probe(known.features, known.labels, n_classes)(tested.features).argmax(1),
+        "knn": knn_probe(known.features, known.labels, tested.features, n_classes),
+    }
+    results: dict[str, Any] = {
+        name: Accuracy.of(guess, tested.labels, n_classes).top1 for name, guess in guesses.items()
+    }
+    if (head := rounds.classifier()) is not None and rounds.head is not None:
+        # Of an earlier round, if the last label round had too few: with the encoder that it goes with.
+        load_weights(model, {**model.state_dict(), **rounds.head.encoder}, "the fleet's classifier")
+        tested = extract(model, whole.test)
+        names = [rounds.head.classes[row] for row in head(tested.features).argmax(1).tolist()]
+        right = [whole.classes[label] == name for label, name in zip(tested.labels.tolist(), names, strict=True)]
+        results |= {"classifier": sum(right) / len(right), "n_labels": rounds.head.n_labels}
+    lines = read_rounds(rounds.path)
+    return results | {
+        "rounds": rounds.n_rounds,
+        "images": sum(line["n_images"] for line in lines),
+        "answers": sum(len(line["taken"]) for line in lines),
+        "failed": sum(len(line["failed"]) for line in lines),
+        "silent": sum(line["silent"] for line in lines),
+        "refused": dict(rounds.refused),
+        "seconds": sum(line["seconds"] for line in lines),
+    }
+
+
+@torch.no_grad()
+def gather_statistics(model: ContrastiveModel, images: Images) -> None:
+    """Fresh statistics of BatchNorm, the mean over some of the images: the fleet has none where devices keep theirs."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # all batches weigh the same
+    numbers = np.linspace(0, len(images) - 1, min(len(images), N_GATHERED)).astype(np.int64)
+    model.train()
+    for part in np.array_split(numbers, -(-len(numbers) // 256)):
+        model.features(as_float(torch.from_numpy(images.images(part))))
+    model.eval()
+    for norm in norms:
+        norm.momentum = 0.1
