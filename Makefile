@@ -4,15 +4,15 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long bench lint clean
+.PHONY: demo test test-long bench lint screenshots clean
 
 demo: .venv/.core
 	.venv/bin/streamclr demo
 
-test: .venv/.dev
-	.venv/bin/pytest -n 2 --dist loadfile
+test: .venv/.dev .venv/.chromium
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile --durations 15
 
-test-long: .venv/.dev
+test-long: .venv/.dev .venv/.chromium
 	.venv/bin/pytest -m long
 
 bench: .venv/.dev
@@ -23,6 +23,9 @@ lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+screenshots: .venv/.dev .venv/.chromium
+	.venv/bin/python tests/screenshots.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -35,5 +38,12 @@ lint: .venv/.dev
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/.core
 
+# For the tests of the pages, which are skipped where it cannot be had.
+.venv/.chromium: .venv/bin/python
+	command -v chromium > /dev/null || command -v google-chrome > /dev/null || (export DEBIAN_FRONTEND=noninteractive; \
+	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
+	  $$SUDO apt-get install -y -q chromium || ($$SUDO apt-get update -q && $$SUDO apt-get install -y -q chromium)) \
+	  > .venv/chromium.log 2>&1 && touch $@ || echo "no Chromium (see .venv/chromium.log): the tests of the pages are skipped"
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv artefacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ never adjusted to it. Beside other work the times are noise.
 
 import copy
 import datetime
+import itertools
 import json
 import math
 import os
@@ -15,10 +16,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from streamclr import (
@@ -141,7 +145,7 @@ def agreement() -> None:
     learner = Learner(resnet18(16), buffer_size=256, lr=1e-3, device="cpu")
     for segment in stream.segments(256, until=256 * 20):
         learner.learn_many(segment)
-    unseen = source.images(torch.arange(2048)) if source else images(2048)
+    unseen = torch.from_numpy(source.images(np.arange(2048))) if source else images(2048)
     exact, fast = (contrast_score(learner.model, unseen, precision) for precision in ("fp32", "int8"))
     overlaps = []
     for e, f in zip(exact.split(512), fast.split(512), strict=True):
@@ -420,6 +424,29 @@ def overhead(width: int = 16) -> None:
     row(f"views, buffer and journal, of a step of width {width}", f"{100 * share:.2f} %", "at most 5 %", share <= 0.05)
 
 
+def predicting(width: int = 16, segment: int = 128) -> None:
+    """What `run --predict` adds to a step: every image of a segment classified, on one thread."""
+    from streamclr.classifier import Classifier
+    from streamclr.parity import one_thread
+    from streamclr.served import Score, Version
+
+    def costs(size: int) -> tuple[float, float]:
+        """Of a step: the images of a segment some at a time, and one by one."""
+        encoder, policy = resnet18(width, "small" if size < 64 else "imagenet"), ContrastScoring(rescore_every=50)
+        learner = Learner(encoder, policy, buffer_size=segment, device="cpu")
+        new, nobody = images(segment, size), frozenset[str]()
+        model, head = copy.deepcopy(learner.model), Classifier(learner.model.n_features, 10)
+        version = Version(model, head, tuple("abcdefghij"), 0, nobody, nobody, Score(0, 0, 0.0))
+        step = seconds(lambda: learner.learn_many(new))
+        some, one = (seconds(lambda n=n: [version.probabilities(part) for part in new.split(n)]) for n in (64, 1))
+        return some / step, one / step
+
+    with one_thread():
+        for size in (32, 96):
+            what = f"classifying {segment} images of {size} px, of a step of width {width}"
+            row(f"{what}: some at a time, one by one", "{:.2f}, {:.2f}".format(*costs(size)))
+
+
 def start() -> None:
     times = {"torch": [], "torch, streamclr": []}
     for _ in range(4):
@@ -431,7 +458,201 @@ def start() -> None:
     row("import of streamclr beyond torch's own", f"{extra:.2f} s", "at most 1 s", extra <= 1)
 
 
-SECTIONS = [start, scoring, chunks, memory, agreement, duplicates, growth, overhead, long_runs]
+def dashboard(width: int = 16, n_clients: int = 20, phase: float = 12.0, n_phases: int = 24) -> None:
+    """A learner while 20 clients read its dashboard, against the same learner while nobody does, in turns."""
+    with tempfile.TemporaryDirectory() as out:
+        run = Path(out) / "run"
+        options = f"--source synthetic:?stc=100 --images 10000000 --width {width} --probes 0 --serve --out {run}"
+        command = [sys.executable, "-m", "streamclr", "run", *options.split()]
+        learner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        url = learner.stdout.readline().decode().split()[-1]
+        try:
+            while not (run / "journal.jsonl").exists() or len((run / "journal.jsonl").read_text().splitlines()) < 20:
+                time.sleep(1)
+            began, n_bytes, failed = [], 0, []
+            for number in range(n_phases):
+                began.append(time.time())
+                if number % 2 == 0:
+                    time.sleep(phase)
+                    continue
+                command = [sys.executable, str(HERE / "clients.py"), url, str(n_clients)]
+                clients = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                time.sleep(phase)
+                told = json.loads(clients.communicate()[0])
+                n_bytes, failed = n_bytes + told["bytes"], failed + told["failed"]
+                time.sleep(16)  # after which nobody looks any more
+            began.append(time.time())
+        finally:
+            learner.kill()
+            learner.wait()
+        steps = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert not failed, failed
+    times = [step["time"] for step in steps]
+    typical = []
+    for start in began[:-1]:
+        own = [t for t in times if start + 2 < t < start + phase]  # the first seconds are those of the clients' start
+        steps = sorted(b - a for a, b in itertools.pairwise(own))
+        typical.append(statistics.mean(steps[: -(len(steps) // 20) or None]))  # other programs of the machine left out
+    slower = [on / off - 1 for off, on in zip(typical[::2], typical[1::2], strict=True)]
+    measured, error = statistics.mean(slower), statistics.stdev(slower) / len(slower) ** 0.5
+    row(
+        f"learner of width {width} with {n_clients} clients at its dashboard, slower by",
+        f"{100 * measured:.1f} ± {100 * error:.1f} %",
+        "at most 2 %",
+        measured <= 0.02,
+    )
+    row("what they read, each, a minute", f"{n_bytes / n_clients / (n_phases / 2) / phase * 60 / 2**20:.1f} MiB")
+
+
+def shipped() -> None:
+    """The exported files against PyTorch, one thread: CIFAR-10's test images, encoders that learned a little."""
+    from streamclr.classifier import extract, train_head
+    from streamclr.encoder import seeded
+    from streamclr.export import looked_again, make_onnx, open_onnx
+    from streamclr.parity import compare, race
+    from streamclr.quantise import Calibration
+    from streamclr.shipped import Shipped
+
+    test = cifar()
+    if test is None:
+        row("the exported classifier", "skipped: no CIFAR-10", "streamclr data get cifar10")
+        return
+    unseen = torch.from_numpy(test.images(np.arange(0, len(test), len(test) // 1000)))
+    for width, n_steps, batch, n_labels in ((16, 20, 256, 5000), (64, 8, 64, 1000)):
+        stream = open_stream("cifar10", stc=50)  # so that 512 images have all classes
+        with seeded(0):
+            encoder = resnet18(width)
+        policy = ContrastScoring(rescore_every=50)
+        learner = Learner(encoder, policy, buffer_size=256, batch_size=batch, lr=1e-3, device="cpu")
+        for segment in stream.segments(batch, until=batch * n_steps):
+            learner.learn_many(segment)
+        train = stream.source.train
+        features, labels, _ = extract(learner.model, train, torch.arange(0, len(train), len(train) // n_labels))
+        module = Shipped(learner.model, train_head(features, labels, 10, quiet=True), 32)
+        buffer = learner.buffer.images
+        about = {"format_version": 1, "classes": list(test.classes), "size": 32}
+        files = {
+            "float": make_onnx(module, about, None),
+            "int8": make_onnx(module, about, Calibration.of(buffer, pure=False)),
+            "pure int8": make_onnx(module, about, Calibration.of(buffer, pure=True)),
+        }
+        runs = {name: open_onnx(file) for name, file in files.items()}
+        found = {
+            name: compare(module, runs[name], unseen, len(files[name]), name != "float") for name in ("float", "int8")
+        }
+        what = f"width {width}, {len(unseen):,} test images of CIFAR-10"
+        exact = found["float"]
+        row(
+            f"ONNX against PyTorch, {what}: largest difference of a probability, same class",
+            f"{exact.largest_difference:.1e}, {100 * exact.equal_classes:.1f} %",
+            "at most 1e-4, 100 %",
+            exact.largest_difference <= 1e-4 and exact.equal_classes == 1,
+        )
+        equal = found["int8"].equal_classes
+        row(
+            f"int8 ONNX against PyTorch, {what}: same class",
+            f"{100 * equal:.1f} %",
+            "at least 99 %",
+            equal >= 0.99,
+        )
+        row("    looked at again in float", f"{100 * (looked_again(files['int8'], unseen) or 0):.1f} %")
+        classes, pure = (
+            torch.cat([runs[name](p)[0].argmax(1) for p in unseen.split(64)]) for name in ("float", "pure int8")
+        )
+        row("    the same class with --pure", f"{100 * float((classes == pure).double().mean()):.1f} %")
+        sizes = ", ".join(f"{len(file) / 1e6:.2f}" for file in files.values())
+        row("    size, float, int8 and pure int8", f"{sizes} MB")
+        for n in exact.seconds:
+            gain = exact.seconds_torch[n] / exact.seconds[n]
+            row(f"    ONNX as fast as PyTorch, {n} at a time", f"{gain:.2f} times", "at least 1", gain >= 1)
+            gain8 = found["int8"].seconds_torch[n] / found["int8"].seconds[n]
+            row(f"    int8 as fast as PyTorch, {n} at a time", f"{gain8:.2f} times", "at least 1.5", gain8 >= 1.5)
+            for name in ("int8", "pure int8"):
+                slow, fast = race(runs["float"], runs[name], unseen, n)
+                row(f"    {name} as fast as float ONNX, {n} at a time", f"{slow / fast:.2f} times")
+        if width == 16:
+            executorch(module, buffer, unseen[::4])
+
+
+def executorch(module, buffer: torch.Tensor, unseen: torch.Tensor) -> None:
+    from streamclr.export import make_executorch, open_executorch
+    from streamclr.parity import compare
+    from streamclr.quantise import Calibration
+
+    if not find_spec("executorch"):
+        row("ExecuTorch", "skipped: not installed", "pip install -c constraints.txt -e '.[executorch]'")
+        return
+    for int8, name in ((False, "ExecuTorch"), (True, "int8 ExecuTorch")):
+        content = make_executorch(module, {}, Calibration.of(buffer, pure=True) if int8 else None)
+        found = compare(module, open_executorch(content), unseen, len(content), int8)
+        row(
+            f"{name} against PyTorch, {len(unseen)} of them: largest difference of a probability, same class",
+            f"{found.largest_difference:.1e}, {100 * found.equal_classes:.1f} %",
+            "" if int8 else "at most 1e-4, 100 %",
+            None if int8 else found.problem is None and found.equal_classes == 1,
+        )
+        row("    size", f"{found.n_bytes / 1e6:.2f} MB")
+        row("    as fast as PyTorch, 1 at a time", f"{found.seconds_torch[1] / found.seconds[1]:.2f} times")
+
+
+RANKS = """
+import json, os, sys, time, torch
+from streamclr import ContrastScoring, Learner, open_stream, resnet18
+from streamclr.allocator import keep_freed_memory
+from streamclr.distributed import join
+keep_freed_memory()
+torch.set_num_threads(1)
+with join("cpu") as ranks:
+    norm, n_steps = sys.argv[1], 12
+    learner = Learner(resnet18(16, norm=norm), ContrastScoring(50, precision="fp32"), buffer_size=128, device="cpu")
+    learner.join(ranks)
+    stream = open_stream("synthetic:?size=32").shard(ranks.index, ranks.n, 128)
+    segments = [stream.read(128) for _ in range(2 + n_steps)]
+    for images in segments[:2]:
+        learner.learn_many(images)
+    ranks.largest(0)  # all begin at once
+    started = time.perf_counter()
+    for images in segments[2:]:
+        learner.learn_many(images)
+    (spent,) = ranks.largest(time.perf_counter() - started)
+    if ranks.index == 0:
+        print(json.dumps(ranks.n * 128 * n_steps / spent))
+"""
+
+
+def ranks() -> None:
+    """Weak scaling on the CPU: as many images and one thread for each rank. Two cores are all that it knows of."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / "ranks.py"
+        script.write_text(RANKS)
+        for norm in ("group", "batch"):
+            speeds = []
+            for n in (1, 2):
+                words = [*torchrun, str(n), str(script), norm]
+                speeds.append(json.loads(subprocess.run(words, capture_output=True, check=True, env=env).stdout))
+            row(
+                f"images per second of two ranks, of one (width 16, {norm} norm, 128 images and one thread each)",
+                f"{speeds[1] / speeds[0]:.2f} ({speeds[0]:.0f}, {speeds[1]:.0f})",
+            )
+
+
+SECTIONS = [
+    start,
+    scoring,
+    chunks,
+    memory,
+    agreement,
+    duplicates,
+    growth,
+    overhead,
+    predicting,
+    shipped,
+    dashboard,
+    ranks,
+    long_runs,
+]
 
 
 def main() -> None:
@@ -450,17 +671,17 @@ def main() -> None:
         f"# Benchmark of {today}",
         "",
         f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; Python "
-        f"{platform.python_version()}, torch {torch.__version__}; {minutes:.1f} minutes. Made by `make bench`.",
+        f"{platform.python_version()}, torch {torch.__version__}; {minutes:.1f} minutes. Made by "
+        f"{f'`python benchmarks/bench.py {chr(32).join(sys.argv[1:])}`' if sys.argv[1:] else '`make bench`'}.",
         "",
         "| figure | measured | target |",
         "|---|---|---|",
         *(f"| {' | '.join(cell.strip() for cell in cells)} |" for cells in ROWS),
     ]
-    if not sys.argv[1:]:
-        file = HERE / "results" / f"{today}.md"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("\n".join(lines) + "\n")
-        print(f"\n{minutes:.1f} minutes; written to benchmarks/results/{file.name}")
+    file = HERE / "results" / f"{'-'.join([today, *sys.argv[1:]])}.md"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(lines) + "\n")
+    print(f"\n{minutes:.1f} minutes; written to benchmarks/results/{file.name}")
 
 
 if __name__ == "__main__":

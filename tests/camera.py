@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import select
 import socket
 import struct
 import threading
@@ -49,11 +50,32 @@ def write_clip(path, n=60, fps=30, size=64, codec="mpeg4"):
     return path
 
 
+class HeldPort:
+    """A port of this machine that nobody else is given, whether somebody listens at it at the moment or not."""
+
+    def __init__(self):
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that others may listen who ask for it
+        self._socket.bind(("127.0.0.1", 0))
+        self.number = self._socket.getsockname()[1]
+
+    def close(self):
+        self._socket.close()
+
+
+PAGES = {  # what a camera may send that is no stream
+    "page": b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<p>log in</p>",
+    "junk": b"\x00\xff what is this\r\n\r\n",
+}
+
+
 class Camera:
     """Serves http://127.0.0.1:PORT/, frame after frame with rising numbers, to one client at a time.
 
     fps: frames a second; None sends as fast as the client takes them.
-    faults: (after so many frames of a connection, what happens): see `_fault`.
+    faults: (after so many frames of a connection, what happens): see `_fault`. One that did not come so far, because
+        its client thought that it was too slow, happens to the next connection.
+    last: frames after which it is silent, and the connection stays; it may be raised.
     """
 
     def __init__(self, fps=200.0, faults=(), last=None):
@@ -62,13 +84,13 @@ class Camera:
         self.size = (64, 64)
         self.fault_times = []
         self.stop = threading.Event()
+        self._port = HeldPort()
+        self.url = f"http://127.0.0.1:{self._port.number}/"
         self._listen()
-        threading.Thread(target=self._serve, daemon=True).start()
 
-    def _listen(self, port=0):
-        self._socket = socket.create_server(("127.0.0.1", port))
-        self.port = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/"
+    def _listen(self):
+        self._socket = socket.create_server(("127.0.0.1", self._port.number))
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self):
         while not self.stop.is_set():
@@ -86,30 +108,34 @@ class Camera:
     def _talk(self, client):
         client.settimeout(5)
         client.recv(4096)
-        after, fault = self.faults.pop(0) if self.faults else (None, None)
-        if fault == "page":
-            client.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<p>log in</p>")
-            self.fault_times.append(time.monotonic())
-            return
-        if fault == "junk":
-            client.sendall(b"\x00\xff what is this\r\n\r\n")
-            self.fault_times.append(time.monotonic())
+        after, fault = self.faults[0] if self.faults else (None, None)
+        if fault in PAGES:
+            client.sendall(PAGES[fault])
+            self._note_fault()
             return
         client.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: multipart/x-mixed-replace; boundary=x\r\n\r\n")
         n = 0
-        while not self.stop.is_set() and self.n_sent != self.last:
+        while not self.stop.is_set():
             if n == after:
-                self.fault_times.append(time.monotonic())
+                self._note_fault()
                 if self._fault(client, fault):
                     return
             if after is not None and n == 2 * after:  # a change of resolution has been lived through
                 return
+            if self.last is not None and self.n_sent >= self.last:
+                if select.select([client], [], [], 0.001)[0] and not client.recv(4096):  # it has gone
+                    return
+                continue
             content = jpeg(self.n_sent % 2**BITS, self.size)
             client.sendall(b"--x\r\nContent-Type: image/jpeg\r\n\r\n" + content + b"\r\n")
             self.n_sent += 1
             n += 1
             if self.fps:
                 time.sleep(1 / self.fps)
+
+    def _note_fault(self):
+        self.fault_times.append(time.monotonic())
+        self.faults.pop(0)
 
     def _fault(self, client, fault):
         """True ends the connection."""
@@ -124,20 +150,21 @@ class Camera:
             self.size = {(64, 64): (128, 96), (128, 96): (64, 64)}[self.size]
             return False
         elif fault == "away":
-            self._hang_up()
+            self.hang_up()
             time.sleep(0.7)
-            self._listen(self.port)
-            threading.Thread(target=self._serve, daemon=True).start()
+            self._listen()
         return True
 
-    def _hang_up(self):
+    def hang_up(self):
+        """Whoever asks is refused from now on."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, else the port stays open
         self._socket.close()
 
     def close(self):
         self.stop.set()
-        self._hang_up()
+        self.hang_up()
+        self._port.close()
 
 
 class RtspCamera:
@@ -194,10 +221,12 @@ class RtspCamera:
             if method == "PLAY":
                 break
         for i in range(10**9):
-            if self.stop.is_set() or (self.n_connections == 1 and i == self.close_after):
+            if self.stop.is_set():
                 return
-            if self.n_connections == 1 and i == self.stall_after:
-                while client.recv(4096):
+            if self.n_connections == 1 and i in (self.stall_after, self.close_after):
+                if i == self.close_after:
+                    client.shutdown(socket.SHUT_WR)
+                while client.recv(4096):  # what is unread when a socket closes takes frames with it that are on the way
                     pass
                 return
             for packet in encoder.encode(av.VideoFrame.from_image(numbered(self.n_sent % 2**BITS))):

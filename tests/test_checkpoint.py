@@ -12,6 +12,7 @@ from streamclr.checkpoint import (
     Checkpoints,
     Pace,
     json_line,
+    load_checked,
     load_encoder,
     load_tensors,
     load_weights,
@@ -76,6 +77,23 @@ def test_files_that_are_no_safetensors(tmp_path, content):
         load_tensors(tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="no file"):
         load_tensors(tmp_path / "missing")
+
+
+def test_checked_tensors_are_those_expected(tmp_path):
+    file = tmp_path / "w.safetensors"
+    expected = {"a": torch.zeros(2, device="meta"), "n": torch.zeros((), dtype=torch.int64, device="meta")}
+    save_file({"a": torch.ones(2), "n": torch.tensor(3)}, file)
+    assert load_checked(file, expected)["n"] == 3
+    for wrong, told in [
+        ({"a": torch.ones(2)}, "n is missing"),
+        ({"a": torch.ones(3), "n": torch.tensor(3)}, r"a is \[3\] of F32, not \[2\] of F32"),
+        ({"a": torch.ones(2), "n": torch.tensor(3.0)}, r"n is \[\] of F32, not \[\] of I64"),
+        ({"a": torch.tensor([1, float("inf")]), "n": torch.tensor(3)}, "a has values that are not finite"),
+        ({f"{i}": torch.ones(1) for i in range(9)}, "0 is not known; 1 is not known; 2 is not known; and 8 more"),
+    ]:
+        save_file(wrong, file)
+        with pytest.raises(UserError, match=told):
+            load_checked(file, expected)
 
 
 def test_load_weights_lists_every_key():

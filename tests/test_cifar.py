@@ -178,6 +178,6 @@ def test_labels_follow_the_images(tmp_path):
     batches = make_batches(10)
     stream = open_stream(f"cifar10:{write(tmp_path, as_binary(batches))}?stc=2")
     source = stream.source
-    images, labels = stream.read(30), source.labels(torch.arange(30))
+    images, labels = stream.read(30), torch.from_numpy(source.labels(np.arange(30)))
     known = {x.tobytes(): int(y) for xs, ys in batches.values() for x, y in zip(xs, ys, strict=True)}
     assert [known[image.numpy().tobytes()] for image in images.flatten(1)] == labels.tolist()

@@ -1,4 +1,6 @@
+import csv
 import json
+import shutil
 import subprocess
 import sys
 
@@ -41,6 +43,84 @@ def test_run_eval_predict_report(folder, tmp_path, capsys):
     assert (tmp_path / "both.html").exists()
 
 
+def test_label_export_import_train_and_predict(folder, tmp_path, capsys):
+    """A stream without labels: those of a person are all that there are."""
+    unlabelled, table = folder + "/ant", tmp_path / "l.csv"
+    assert (
+        main(["run", "--source", unlabelled, "--width", "2", "--buffer", "8", "--label-budget", "50%", "--out", "r"])
+        == 0
+    )
+    assert "no classifier yet" in capsys.readouterr().out
+    assert main(["label", "train", "r"]) == 0
+    assert capsys.readouterr().out == "labels of fewer than two classes: no classifier yet\n"
+    assert main(["predict", "r", "--source", folder]) == 2
+    assert "r has no classifier" in capsys.readouterr().err
+
+    assert main(["label", "export", "r", "l.csv"]) == 0
+    assert capsys.readouterr().out == "10 questions, answered or not, in l.csv\n"
+    with table.open(newline="") as file:
+        head, *rows = csv.reader(file)
+    for i, row in enumerate(rows):
+        row[head.index("label")] = ("worker", "queen")[i % 2]
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([head, *rows])
+    assert main(["label", "import", "r", "l.csv"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("10 new answers from l.csv\nclassifier from 10 labels, ")
+    assert out.endswith(" % right on labels held back: streamclr predict r --source …\n")
+    assert main(["predict", "r", "--source", folder, "--images", "3"]) == 0
+    assert all(json.loads(line)["class"] in ("worker", "queen") for line in capsys.readouterr().out.splitlines())
+    assert main(["label", "import", "r", "l.csv"]) == 0
+    assert capsys.readouterr().out.startswith("0 new answers from l.csv\nclassifier from 10 labels")
+
+    table.write_text("key,label\nnonsense,worker\n")
+    assert main(["label", "import", "r", "l.csv"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "streamclr: l.csv, line 2: no question 'nonsense' in r: nothing was changed\n"
+    assert main(["label", "export", "r", "no/such/place.json"]) == 2
+    assert capsys.readouterr().err == "streamclr: no directory no/such for place.json: make it, or give another name\n"
+
+
+def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_checkpoint(folder, tmp_path, capsys):
+    words = ["run", "--source", folder, *FAST, "--fractions", "1", "--label-budget", "10", "--out", "r"]
+    assert main(words) == 0
+    for name in ("results.json", "model.safetensors", "classifier.safetensors"):
+        (tmp_path / "r" / name).rename(tmp_path / name)  # as while it learns
+    assert main(["label", "export", "r", "l.csv"]) == 0
+    table = (tmp_path / "l.csv").read_text().splitlines()
+    keys = [line.split(",")[0] for line in table[1:]]
+    (tmp_path / "l.csv").write_text("key,label\n" + "".join(f"{key},{i % 2}\n" for i, key in enumerate(keys)))
+    assert main(["label", "import", "r", "l.csv"]) == 0
+    assert "(the encoder of step 5: train again when it has learned on)" in capsys.readouterr().out
+    assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["class"] in ("0", "1")
+    assert main(["label", "export", "r", "l.csv"]) == 2
+    assert capsys.readouterr().err == "streamclr: l.csv exists already: give another name, nothing is overwritten\n"
+    for name in ("results.json", "model.safetensors", "classifier.safetensors"):
+        (tmp_path / name).rename(tmp_path / "r" / name)
+    assert main(["predict", "r", "--source", folder]) == 2
+    assert capsys.readouterr().err == (
+        "streamclr: r/labelled.safetensors is for the encoder of step 5, not for the finished encoder: "
+        "streamclr label train r\n"
+    )
+    assert main(["label", "train", "r"]) == 0
+    assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["class"] in ("0", "1")
+    shutil.rmtree(tmp_path / "r" / "checkpoints")
+    (tmp_path / "r" / "results.json").unlink()
+    assert main(["label", "train", "r"]) == 2
+    assert capsys.readouterr().err.startswith("streamclr: no encoder yet: ")
+
+
+def test_a_run_without_a_label_queue_says_so(folder, capsys):
+    main(["run", "--source", folder, *FAST, "--fractions", "1", "--out", "r"])
+    capsys.readouterr()
+    for words in (["label", "r"], ["label", "train", "r"], ["label", "export", "r", "l.csv"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == "streamclr: r has no label queue: run with --label-budget 1%\n"
+
+
 def test_compare(folder, tmp_path, capsys):
     command = [
         "compare",
@@ -71,6 +151,10 @@ def test_compare(folder, tmp_path, capsys):
     ("words", "told"),
     [
         (["rnu"], "did you mean 'run'"),
+        (["fleet", "simulat", "--rounds", "2"], "no command 'fleet simulat': did you mean 'fleet simulate'"),
+        (["flet", "simulate"], "did you mean 'fleet simulate'"),
+        (["lable", "export", "run", "a.csv"], "no command 'lable': did you mean 'label'"),
+        (["rnu", "clip.mp4"], "no command 'rnu': did you mean 'run'"),
         (["run", "--polcy", "fifo"], "did you mean '--policy'"),
         (["run", "--policy", "lifo"], "no policy 'lifo': did you mean 'fifo'?"),
         (["run", "--buffer", "many"], "--buffer is 'many': use a whole number"),
@@ -110,6 +194,13 @@ def test_compare(folder, tmp_path, capsys):
         (["doctor", "--width", "0"], "width is 0"),
         (["run", "--source", "rtps://user:secret@host/1"], "no source 'rtps://user:***@host/1'"),
         (["run", "--metrics", "door"], "--metrics is 'door': use a whole number"),
+        (["run", "--label-budget", "few"], "label_budget is 'few': use a share as 1%"),
+        (["label"], "words"),
+        (["label", "nowhere"], "nowhere is no run directory"),
+        (["label", "train", "nowhere"], "nowhere is no run directory"),
+        (["label", "exprot", "r", "l.csv"], "cannot 'exprot': did you mean 'export'?"),
+        (["label", "export", "r"], "streamclr label export takes a run and a file"),
+        (["label", "train", "r", "l.csv"], "streamclr label train takes a run"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, told, capsys, tmp_path, monkeypatch):
@@ -139,7 +230,9 @@ def test_a_journal_that_is_being_written_can_be_reported(folder, tmp_path):
     assert main(["report", "r"]) == 0
 
 
-@pytest.mark.parametrize("command", ["demo", "run", "eval", "predict", "report", "compare", "data", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["demo", "run", "eval", "predict", "rollback", "export", "report", "compare", "label", "data", "doctor"]
+)
 def test_help_tells_every_option_with_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

@@ -1,24 +1,32 @@
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import random_images
-from streamclr.compare import PROBE, demo, pixel_probe
+from streamclr.compare import PROBE, demo, learn, pixel_probe
 from streamclr.sources.dataset import ArrayImages
 
 
 def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
-    labels = torch.arange(120) % 2
-    noise, bright = random_images(120, size=8), random_images(120, size=8) // 2
+    labels = np.arange(120) % 2
+    noise = random_images(120, size=8).numpy()
+    bright = noise // 2
     bright[labels == 1] += 100
     for images, low, high in ((bright, 0.95, 1), (noise, 0.2, 0.8)):
         data = ArrayImages(images, labels, ("dark", "bright"))
         train, test = (
-            ArrayImages(data.images(part), labels[part], data.classes) for part in torch.arange(120).split(80)
+            ArrayImages(data.images(part), labels[part], data.classes) for part in np.split(np.arange(120), [80])
         )
         assert low <= pixel_probe(train, test) <= high
+
+
+def test_a_job_that_was_killed_between_its_run_and_its_result_has_the_results_of_the_run(tmp_path):
+    config = {"source": "synthetic:?size=8", "images": 16, "buffer": 8, "width": 1, "probes": 0}
+    first = learn(tmp_path, **config)
+    assert learn(tmp_path, **config) == json.loads(json.dumps(first))
 
 
 @pytest.mark.long

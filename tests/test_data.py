@@ -1,14 +1,16 @@
 import hashlib
 import http.client
 import io
+import json
+import mmap
 import shutil
 import urllib.error
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from streamclr import UserError, data, open_stream
 from test_cifar import as_binary, as_npm, as_python, check, make_batches, pack, write
@@ -124,9 +126,42 @@ def test_a_damaged_cache_is_found_before_use(cache, tmp_path):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"cifar10\.safetensors is damaged"):
             open_stream("cifar10")
-    save_file({"train_images": torch.zeros(1)}, file)
+    save_file({"train_images": np.zeros(1)}, file)
     with pytest.raises(UserError, match=r"cifar10\.safetensors is damaged"):
         open_stream("cifar10")
+
+
+def test_a_damaged_header_is_found_too(cache, tmp_path):
+    data.get("cifar10", write(tmp_path / "x", as_binary(make_batches(10))))
+    file = cache / "cifar10.safetensors"
+    whole = file.read_bytes()
+    n_bytes = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + n_bytes])
+
+    def changed(**entry):
+        text = json.dumps(header | {"train_images": header["train_images"] | entry}).encode()
+        return len(text).to_bytes(8, "little") + text + whole[8 + n_bytes :]
+
+    file.write_bytes(changed())
+    assert open_stream("cifar10").read(1).shape == (1, 3, 32, 32)
+    harm = [{"dtype": "F32"}, {"shape": [-1, 3, 32, 32]}, {"shape": [10**9, 3, 32, 32]}, {"shape": None}]
+    harm += [{"data_offsets": [-(10**6), 0]}, {"data_offsets": [10**9, 10**9]}, {"data_offsets": 1}, {"shape": ["a"]}]
+    contents = [changed(**entry) for entry in harm]
+    contents += [length.to_bytes(8, "little") + whole[8:] for length in (0, 2**63, 2**64 - 1)]
+    contents += [len(t).to_bytes(8, "little") + t for t in (b"[]", b"1", b'{"train_images": 1}', b"[" * 10**5)]
+    for content in contents:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"cifar10\.safetensors is damaged") as error:
+            open_stream("cifar10")
+        assert "\n" not in str(error.value)
+
+
+def test_the_cache_is_mapped_not_copied(cache, tmp_path):
+    data.get("cifar10", write(tmp_path / "x", as_binary(make_batches(10))))
+    for array in data.load("cifar10"):
+        while isinstance(array, np.ndarray):
+            array = array.base
+        assert isinstance(array, mmap.mmap)
 
 
 def test_official_data_is_not_replaced_by_other(cache, tmp_path, monkeypatch):

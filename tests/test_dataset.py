@@ -14,10 +14,10 @@ from streamclr.stream import Stream
 def numbered_dataset(counts):
     """Images whose first pixel says their index, `counts[c]` of each class, shuffled."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
-    images = torch.zeros(len(labels), 3, 8, 8, dtype=torch.uint8)
+    images = np.zeros((len(labels), 3, 8, 8), np.uint8)
     for byte in range(3):
-        images[:, byte] = ((torch.arange(len(labels)) >> (8 * byte)) & 255).byte()[:, None, None]
-    return ArrayImages(images, torch.from_numpy(labels), [f"class {c}" for c in range(len(counts))])
+        images[:, byte] = ((np.arange(len(labels)) >> (8 * byte)) & 255)[:, None, None]
+    return ArrayImages(images, labels, [f"class {c}" for c in range(len(counts))])
 
 
 def indices(images):
@@ -44,7 +44,7 @@ def run_lengths(labels):
 def test_runs_are_exactly_stc_long_within_and_across_passes(n_classes, n_runs, stc, seed, n_passes):
     s = stream([n_runs * stc] * n_classes, stc, seed)
     n = n_classes * n_runs * stc
-    labels = s.source.labels(torch.arange(n_passes * n)).tolist()
+    labels = s.source.labels(np.arange(n_passes * n)).tolist()
     assert {length for _, length in run_lengths(labels)} == {stc}
     seen = indices(s.read(n_passes * n))
     for i in range(n_passes):
@@ -53,7 +53,7 @@ def test_runs_are_exactly_stc_long_within_and_across_passes(n_classes, n_runs, s
 
 def test_cifars_shape():
     s = stream([500] * 10, 50)
-    labels = s.source.labels(torch.arange(15_000)).tolist()
+    labels = s.source.labels(np.arange(15_000)).tolist()
     assert {length for _, length in run_lengths(labels)} == {50}
     first, second = labels[:5000], labels[5000:10_000]
     assert first != second  # a new order each pass
@@ -61,13 +61,13 @@ def test_cifars_shape():
 
 def test_a_class_that_does_not_divide_ends_with_one_shorter_run():
     s = stream([25, 31, 10], 10)
-    runs = run_lengths(s.source.labels(torch.arange(66)).tolist())
+    runs = run_lengths(s.source.labels(np.arange(66)).tolist())
     assert sorted(runs) == [(0, 5), (0, 10), (0, 10), (1, 1), (1, 10), (1, 10), (1, 10), (2, 10)]
 
 
 def test_a_class_with_more_than_half_of_the_runs_repeats_as_rarely_as_it_must():
     s = stream([60, 10], 10)
-    labels = s.source.labels(torch.arange(70)).tolist()
+    labels = s.source.labels(np.arange(70)).tolist()
     assert sorted(indices(s.read(70))) == list(range(70))
     assert run_lengths(labels)[0][0] == 0
     assert len(run_lengths(labels)) == 3  # class 1 stands between runs of class 0
@@ -75,7 +75,7 @@ def test_a_class_with_more_than_half_of_the_runs_repeats_as_rarely_as_it_must():
 
 def test_stc_1_is_iid():
     s = stream([300] * 4, 1)
-    labels = torch.tensor(s.source.labels(torch.arange(1200)).tolist())
+    labels = torch.tensor(s.source.labels(np.arange(1200)).tolist())
     repeats = (labels[1:] == labels[:-1]).float().mean()
     assert 0.18 < repeats < 0.32  # one in four for independent draws
     assert sorted(indices(s.read(1200))) == list(range(1200))

@@ -3,7 +3,17 @@ import torch
 from torch import nn
 
 from streamclr import UserError, resnet18, resnet34, resnet50
-from streamclr.encoder import ContrastiveModel, Conv3x3, count_features, infer
+from streamclr.encoder import (
+    ENCODERS,
+    STEMS,
+    Architecture,
+    BasicBlock,
+    ContrastiveModel,
+    Conv3x3,
+    ResNet,
+    count_features,
+    infer,
+)
 
 
 @pytest.mark.parametrize(
@@ -114,3 +124,22 @@ def test_a_3x3_convolution_of_one_pixel_is_its_centre():
     assert torch.allclose(conv(x), torch.nn.functional.conv2d(x, conv.weight, padding=1), atol=1e-6)
     x = torch.randn(3, 5, 2, 1)
     assert torch.equal(conv(x), torch.nn.functional.conv2d(x, conv.weight, padding=1))
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_an_architecture_is_found_in_its_encoder(encoder, stem, norm):
+    asked = Architecture(encoder, 3, stem, norm)
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        made = asked.make()
+    assert Architecture.of(made) == asked
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_architecture_of_other_encoders():
+    odd = ResNet(BasicBlock, (1, 1, 1, 1), width=2)
+    for encoder in (odd, torch.nn.Flatten()):
+        with pytest.raises(UserError, match="use resnet18, resnet34, resnet50"):
+            Architecture.of(encoder)

@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 
 import numpy as np
 import pytest
@@ -18,7 +17,9 @@ from streamclr.experiments import lab as lab_module
 from streamclr.experiments.findings import against, images_to_reach, spread
 from streamclr.experiments.gradient import eq4
 from streamclr.experiments.iid import at_equal_seconds
-from streamclr.experiments.lab import Clock, Lab, do_job
+from streamclr.experiments.lab import Lab
+from streamclr.job import Clock, do_job
+from test_asking import until
 
 
 def write_cifar10(directory, n_each=100, n_test=5):
@@ -53,22 +54,33 @@ def small_cifar(shared, tmp_path):
 def in_process(monkeypatch):
     """The jobs in this process, which saves the import of torch in each."""
 
-    def work(self, jobs):
-        for job in jobs:
-            directory = self._prepare(job)
+    def work(jobs, place, keep):
+        for directory, job in jobs.items():
+            job.write(directory)
             do_job(directory, Clock(directory))
+            keep(directory)
 
-    monkeypatch.setattr(Lab, "_work", work)
+    monkeypatch.setattr(lab_module, "work", work)
 
 
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-@pytest.mark.parametrize("name", [n for n in EXPERIMENTS if n not in ("stc", "budget", "sweep", "lies")])
-def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys):
+OTHERS = ("stc", "budget", "sweep", "lies", "fleet")  # of the same kind as one of these, or minutes
+
+
+@pytest.mark.parametrize(
+    "name", [n if n not in OTHERS else pytest.param(n, marks=pytest.mark.long) for n in EXPERIMENTS]
+)
+def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys, monkeypatch):
+    images = "300"
+    if name == "fleet":
+        pytest.importorskip("flwr")
+        images = "1000"  # of ten devices
+        monkeypatch.setattr(sys.modules["streamclr.experiments.fleet"], "N_ROUNDS", 2)
     out = shared / "out"
-    assert main(["reproduce", name, *QUICK, "--out", str(out)]) == 0
-    quick = f"{name}-300"  # beside the whole experiment, not in its place
+    assert main(["reproduce", name, "--images", images, "--seeds", "1", "--out", str(out)]) == 0
+    quick = f"{name}-{images}"  # beside the whole experiment, not in its place
     written = {path.name for path in (out / quick).iterdir()}
     assert written == {"results.json", "table.md", f"{name}.png", f"{name}.svg"}
     results = json.loads((out / quick / "results.json").read_text())
@@ -79,6 +91,24 @@ def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys):
     assert "paper" in table.lower()
     assert "results: " in capsys.readouterr().out
     assert f"]({quick}/{name}.png)" in (out / "README.md").read_text()
+
+
+def test_a_run_that_was_finished_is_only_measured_again(shared, in_process):
+    out = shared / "out"
+
+    def measured():
+        assert main(["reproduce", "asked", *QUICK, "--out", str(out)]) == 0
+        return json.loads((out / "asked-300" / "results.json").read_text())["measured"]
+
+    first = measured()
+    assert list(first) == ["1", "10"]
+    assert all(len(values) == 5 for row in first.values() for values in row.values())
+    (job,) = (path for path in (out / "jobs").iterdir() if "asked" in json.loads(path.read_text()))
+    job.unlink()  # as if it was interrupted just before its result was written
+    weights = out / "runs" / job.stem / "run" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert measured() == first
+    assert weights.stat().st_mtime_ns == written
 
 
 @pytest.mark.long
@@ -99,32 +129,62 @@ def test_experiments_share_runs(small_cifar):
     assert len(other | keys | {lab.runs()[0].key}) == 5
 
 
+# Kills itself when two jobs have ended.
+KILLED = """
+import os, signal, sys
+from streamclr.cli import main
+from streamclr.experiments import lab
+work, ended = lab.work, []
+def killed(jobs, place, keep):
+    def kept(directory):
+        keep(directory)
+        ended.append(directory)
+        if len(ended) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    work(jobs, place, kept)
+lab.work = killed
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_killed_half_way_it_goes_on(small_cifar):
-    """The table of a run that was killed twice is that of one that was not, and finished jobs are not redone."""
+    """The table of a run that was killed is that of one that was not, and finished jobs are not redone."""
 
-    def start(out):
+    def reproduce(out, *program):
         words = ["reproduce", "lazy", *QUICK, "--out", str(small_cifar / out), "--workers", "2"]
-        return subprocess.Popen([sys.executable, "-m", "streamclr", *words], stderr=subprocess.PIPE, text=True)
+        return subprocess.run([sys.executable, *program, *words], capture_output=True, check=False).returncode
 
-    done = small_cifar / "killed" / "jobs"
-    process = start("killed")
-    deadline = time.monotonic() + 120
-    while len(list(done.glob("*.json"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    finished = {path: path.stat().st_mtime_ns for path in done.glob("*.json")}
+    assert reproduce("killed", "-c", KILLED) == -9
+    # The jobs at work notice that they are alone, those that have only begun when Python has started.
+    until(lambda: not _processes_below(small_cifar / "killed"), seconds=300)
+    finished = {path: path.stat().st_mtime_ns for path in (small_cifar / "killed" / "jobs").glob("*.json")}
     assert 2 <= len(finished) < 6
-    while _processes_below(small_cifar / "killed") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _processes_below(small_cifar / "killed")  # the jobs that were at work noticed that they are alone
-    assert start("killed").wait() == 0
-    assert start("whole").wait() == 0
+    assert reproduce("killed", "-m", "streamclr") == 0
+    assert reproduce("whole", "-m", "streamclr") == 0
     assert all(path.stat().st_mtime_ns == at for path, at in finished.items())
     tables = [json.loads((small_cifar / out / "lazy-300" / "results.json").read_text()) for out in ("killed", "whole")]
     for t, measured in tables[0]["measured"].items():
         for key in ("accuracy", "rescored", "replaced"):
             assert measured[key] == tables[1]["measured"][t][key]
+
+
+@pytest.mark.long
+def test_on_ray_it_has_the_same_table_and_shares_what_is_done(small_cifar):
+    pytest.importorskip("ray")
+
+    def measured(out, *words):
+        command = [sys.executable, "-m", "streamclr", "reproduce", "asked", *QUICK, "--out", str(small_cifar / out)]
+        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        results = json.loads((small_cifar / out / "asked-300" / "results.json").read_text())
+        return results["measured"], results["machine"], done.stderr
+
+    there, machine, _ = measured("there", "--on", "ray")
+    assert machine.startswith("Ray, 1 machine, ")
+    assert there == measured("here")[0]
+    again, _, said = measured("there")
+    assert "1 jobs, 1 of them done" in said
+    assert again == there
 
 
 def _processes_below(directory):
@@ -138,12 +198,6 @@ def _processes_below(directory):
         if str(directory) in command and int(pid) != os.getpid():
             commands.append(command)
     return commands
-
-
-def test_the_time_before_an_interruption_counts(tmp_path):
-    (tmp_path / "seconds.json").write_text("100.0")
-    assert 100 < Clock(tmp_path).read() < 101
-    assert 100 < Clock(tmp_path).read() < 101  # read again by the process that goes on
 
 
 def test_two_at_once_in_one_directory_are_refused(small_cifar, capsys):
@@ -169,6 +223,7 @@ def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
         (["labels", "--scale", "gpu"], "cpu"),
         (["labels", "--seeds", "0"], "seeds is 0"),
         (["labels", "--workers", "0"], "workers is 0"),
+        (["labels", "--on", "rya"], "on is 'rya': use ray"),
         (["labels", "--images", "many"], "--images"),
         (["labels", "--images", "10"], "before one batch of 256"),
     ],

@@ -1,7 +1,9 @@
 import io
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,8 @@ from malformed import malformed, png_with_size
 from streamclr import UserError
 from streamclr.account import Account
 from streamclr.cli import main
+from streamclr.directory import RunDirectory
 from streamclr.frame import REASONS, BadFrame, decode, dimensions, square
-from streamclr.run import RunDirectory
 
 
 def encoded(image, format="PNG", **options):
@@ -331,6 +333,13 @@ def test_malformed_images_are_decoded_or_rejected_in_little_memory(n):
     assert counts.keys() <= {"decoded", *REASONS}
     assert mebibytes <= 64
     assert min(counts[reason] for reason in ("decoded", "not an image", "too large", "truncated", "damaged")) > 0
+
+
+def test_two_threads_that_decode_leave_standard_error_as_it_was():
+    where, picture = os.fstat(2), encoded(noise(), "TIFF", compression="tiff_lzw")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(decode, [picture] * 400))
+    assert os.path.samestat(os.fstat(2), where)
 
 
 def test_the_command_line_on_a_folder_with_bad_files(tmp_path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ from streamclr import (
     open_stream,
     resnet18,
 )
+from streamclr.distributed import Alone
 from streamclr.policy import POLICIES
 
 
@@ -237,6 +238,15 @@ def test_compile_needs_a_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UserError, match="no C\\+\\+ compiler"):
         make(compile=True)
+
+
+def test_a_compiled_model_stays_compiled_in_a_run():
+    learner = make()
+    learner._trained = compiled = nn.Sequential(learner.model)
+    learner.join(Alone())  # as every run does
+    assert learner._trained is compiled
+    learner.leave()
+    assert learner._trained is compiled
 
 
 @pytest.mark.long

@@ -1,9 +1,11 @@
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,28 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from camera import Camera, RtspCamera, jpeg, number_of, write_clip
+from camera import RtspCamera, jpeg, number_of, write_clip
 from streamclr import UserError, open_stream
 from streamclr.account import Account
 from streamclr.checkpoint import Checkpoints
+from streamclr.config import RunConfig
+from streamclr.directory import RunDirectory
 from streamclr.frame import BadFrame
-from streamclr.live import LiveStream
-from streamclr.run import RunConfig, RunDirectory, run
+from streamclr.run import run
+from streamclr.stream import LiveStream
+from test_asking import until
 
 av = pytest.importorskip("av")
-
-
-@pytest.fixture
-def camera():
-    cameras = []
-
-    def make(*args, **kwargs):
-        cameras.append(Camera(*args, **kwargs))
-        return cameras[-1]
-
-    yield make
-    for one in cameras:
-        one.close()
 
 
 def numbers(images):
@@ -121,7 +113,7 @@ def test_a_damaged_clip_gives_what_can_be_decoded(tmp_path):
 
 def test_a_camera_over_http(camera):
     source = camera(fps=100, last=90)
-    stream = open_stream(f"{source.url}?id=7", size=32, timeout=2)
+    stream = open_stream(f"{source.url}?id=7", size=32)
     assert stream.feeds[0].where.endswith("?id=7")
     found = numbers(torch.cat(list(stream.segments(30, until=90))))
     assert found == list(range(90))
@@ -142,17 +134,17 @@ def test_a_camera_that_drops_comes_back(camera, n_faults):
     for images in stream.segments(4):
         arrived.append(time.monotonic())
         found += numbers(images)
-        if not source.faults and source.n_sent > found[-1] + 1 and arrived[-1] > source.fault_times[-1] + 1:
-            break
         if len(arrived) in (3, 4) or not source.faults:
             resources.append(_resources(stream._captures[0]._process.pid))
+        if not source.faults and arrived[-1] > source.fault_times[-1] + 1:
+            break
     back = [min(t for t in arrived if t > fault) - fault for fault in source.fault_times]
     print(f"{n_faults} faults, back after {max(back):.2f} s at most, {max(resources[2:])} threads and descriptors")
     assert len(back) == n_faults
     assert max(back) < timeout + 5
     assert None not in found
     assert found == sorted(set(found))  # each once, in order, none made up
-    assert max(found) < source.n_sent
+    assert max(found) <= source.n_sent  # one may be here before its sender has counted it
     assert max(resources[2:])[0] <= max(resources[:2])[0]
     assert max(r[1] for r in resources[2:]) <= max(r[1] for r in resources[:2]) + 1
     stream.close()
@@ -170,8 +162,9 @@ def _resources(pid):
 @pytest.mark.parametrize("fault", [{}, {"stall_after": 20}, {"close_after": 20}])
 def test_a_camera_over_rtsp(fault):
     source = RtspCamera(**fault)
+    timeout = 4 if "stall_after" in fault else 30  # seconds that this machine may be busy with something else
     try:
-        stream = open_stream(source.url.replace("//", "//me:secret@"), size=32, timeout=1)
+        stream = open_stream(source.url.replace("//", "//me:secret@"), size=32, timeout=timeout)
         segments = stream.segments(10)
         found = numbers(torch.cat([next(segments) for _ in range(6)]))
         events = stream.take_events()
@@ -184,53 +177,53 @@ def test_a_camera_over_rtsp(fault):
     assert len(events) == 2 * bool(fault)
     assert "secret" not in str(events)
     if "stall_after" in fault:
-        assert "no frame for 1 s" in str(events)
+        assert "no frame for 4 s" in str(events)
 
 
 def test_one_dead_camera_does_not_stop_the_others(camera, tmp_path):
-    dead, alive = camera(), camera(fps=300)
-    dead.close()
+    dead, alive = camera(), camera(fps=300, last=200)  # no more than can wait, should the learner be held up
+    dead.hang_up()
     (tmp_path / "cameras.txt").write_text(f"{dead.url}\n{alive.url}\n")
-    stream = open_stream(tmp_path / "cameras.txt", size=32, timeout=1)
-    started = time.monotonic()
+    stream = open_stream(tmp_path / "cameras.txt", size=32)
+    deadline = time.monotonic() + 60
+    stream.idle = lambda: time.monotonic() > deadline
     found = [number for images in stream.segments(20, until=200) for number in numbers(images)]
     assert found == list(range(200))
-    assert time.monotonic() - started < 20
     assert any("refused" in event for _, event in stream.take_events())
 
 
 @pytest.mark.parametrize("speed", [1, 2, 10, 100])
-@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.long)])
-def test_too_many_frames_are_passed_over_and_counted(camera, speed, seconds):
-    """The learner takes 25 frames a second; the queue is bounded, memory flat, the account exact."""
-    source = camera(fps=25 * speed)
-    stream = open_stream(source.url, size=32, timeout=5)
-    stream.feeds[0] = replace(stream.feeds[0], queue=32)  # full after a second at twice the speed
-    resident, end = [], None
+@pytest.mark.parametrize("n_steps", [15, pytest.param(300, marks=pytest.mark.long)])
+def test_too_many_frames_are_passed_over_and_counted(camera, speed, n_steps):
+    """The learner takes five frames while so many times five come; the queue is bounded, memory flat, the account
+    exact."""
+    source = camera(fps=None, last=5)
+    stream = open_stream(source.url, size=32, timeout=60)
+    stream.feeds[0] = replace(stream.feeds[0], queue=32)  # full after six steps at twice the speed
+    resident = []
     segments = stream.segments(5)
-    for images in segments:
-        end = end or time.monotonic() + seconds
+    for images in itertools.islice(segments, n_steps):
         assert None not in numbers(images)
-        time.sleep(0.2)  # the step
+        source.last += 5 * speed
+        until(lambda: source.n_sent == source.last, seconds=60)  # the step
         pid = stream._captures[0]._process.pid
         resident.append(_resident(pid))
-        if time.monotonic() > end:
-            break
-    source.stop.set()
-    time.sleep(0.3)
-    capture, deadline = stream._captures[0], time.monotonic() + 60
-    while capture._captured < source.n_sent and time.monotonic() < deadline:  # what is on its way arrives
+    capture = stream._captures[0]
+
+    def all_captured():
         capture.ask(0)
         capture.look(True)
-        time.sleep(0.1)
+        return capture._captured == source.n_sent
+
+    until(all_captured, seconds=60)  # what is on its way arrives
     segments.close()
     account = stream.account
     print(f"{speed} times as fast: {account}")
     assert account.is_balanced
-    assert account.received == source.n_sent
-    assert account.learned == stream.position
+    assert account.received == source.n_sent == 5 + 5 * speed * n_steps
+    assert account.learned == stream.position == 5 * n_steps
     assert (account.passed["overload"] > 0) == (speed > 1)
-    if seconds > 30:
+    if n_steps > 100:
         assert resident[-1] < 1.01 * resident[len(resident) // 3]
 
 
@@ -277,10 +270,7 @@ def test_the_capture_process_ends_with_its_parent(camera, tmp_path):
     child = int(process.stdout.readline())
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
+    until(lambda: not Path(f"/proc/{child}").exists(), seconds=60)
 
 
 def test_jpegs_on_standard_input(tmp_path):
@@ -298,7 +288,8 @@ def test_jpegs_on_standard_input(tmp_path):
 def test_a_directory_that_is_being_written_to(tmp_path):
     def write():
         for i in range(40):
-            (tmp_path / f"{i}.jpg").write_bytes(jpeg(i) if i != 20 else b"")
+            (tmp_path / ".next").write_bytes(jpeg(i) if i != 20 else b"")
+            (tmp_path / ".next").rename(tmp_path / f"{i}.jpg")  # whole, should this thread be held up in between
             time.sleep(0.01)
 
     threading.Thread(target=write).start()
@@ -318,16 +309,18 @@ def test_a_directory_that_goes_away_for_a_while_is_not_taken_again(tmp_path):
     for i in range(4):
         (directory / f"{i}.jpg").write_bytes(jpeg(i))
 
-    def away():
-        directory.rename(tmp_path / "away")
-        time.sleep(0.6)
-        (tmp_path / "away").rename(directory)
-        (directory / "9.jpg").write_bytes(jpeg(9))
-        (directory / "10.jpg").write_bytes(jpeg(10))
+    def go_away_and_come_back():
+        """Called again and again while there is no frame."""
+        if directory.exists() and not (directory / "9.jpg").exists():
+            directory.rename(tmp_path / "away")
+        elif (tmp_path / "away").exists() and stream.take_events():  # it was missed
+            (tmp_path / "away" / "9.jpg").write_bytes(jpeg(9))
+            (tmp_path / "away" / "10.jpg").write_bytes(jpeg(10))
+            (tmp_path / "away").rename(directory)
 
     segments = (stream := open_stream(f"watch:{directory}", size=32)).segments(2)
     found = numbers(torch.cat([next(segments), next(segments)]))
-    threading.Timer(0.5, away).start()
+    stream.idle = go_away_and_come_back
     found += numbers(next(segments))
     segments.close()
     assert found == [0, 1, 2, 3, 9, 10]
@@ -336,7 +329,7 @@ def test_a_directory_that_goes_away_for_a_while_is_not_taken_again(tmp_path):
 
 def test_an_empty_directory_does_not_stop_a_camera(camera, tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "all.txt").write_text(f"watch:{tmp_path / 'empty'}\n{camera(fps=200).url}\n")
+    (tmp_path / "all.txt").write_text(f"watch:{tmp_path / 'empty'}\n{camera(fps=200, last=60).url}\n")
     stream = open_stream(tmp_path / "all.txt", size=32)
     assert numbers(torch.cat(list(stream.segments(20, until=60)))) == list(range(60))
 
@@ -373,12 +366,9 @@ def _bad(size):
 def test_a_stop_while_there_is_no_frame(camera):
     source = camera(fps=50, faults=[(20, "stall")])
     stream = open_stream(source.url, size=32, timeout=30)
-    stop = threading.Event()
-    threading.Timer(3, stop.set).start()
-    stream.idle = stop.is_set
-    started = time.monotonic()
+    stream.idle = lambda: bool(source.fault_times) and stream._captures[0]._captured == 20
     assert sum(len(images) for images in stream.segments(16)) == 16
-    assert time.monotonic() - started < 10
+    assert not stream.take_events()  # the connection was not yet given up
     assert stream.account.learned == 16
     assert stream.account.is_balanced
     assert stream.account.received == 20
@@ -417,18 +407,18 @@ def test_the_options_of_a_url():
 
 
 def test_the_rate_at_which_frames_come(camera):
-    stream = open_stream(camera(fps=40).url, size=32)
-    assert 15 < stream.measured_fps(seconds=2) < 45
+    stream = open_stream(camera(fps=200, last=41).url, size=32)  # in a fifth of a second, if nothing holds it up
+    assert stream.measured_fps(seconds=4) == 10  # after the first
     assert stream.account.received == 0
     dead = camera()
-    dead.close()
+    dead.hang_up()
     with pytest.raises(UserError, match=r"no frames in 6 s .*refused"):
         open_stream(dead.url, size=32, timeout=1).measured_fps()
 
 
 def test_retries_end_the_stream(camera):
     source = camera()
-    source.close()
+    source.hang_up()
     stream = open_stream(f"{source.url}#retries=1", size=32)
     assert list(stream.segments(4)) == []
 
@@ -439,7 +429,8 @@ def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
         RunConfig(source=f"{clip}?every=2", size=16, buffer=8, width=1, out=str(tmp_path / "run"), checkpoint_steps=1)
     )
     assert results["images"] == 30
-    assert results["account"] == {"received": 60, "learned": 30, "passed": {"every": 30}, "rejected": {}}
+    account = Account(received=60, learned=30, passed=Counter(every=30))
+    assert Account.of(results["account"]) == account
     source = camera(fps=200)
     url = source.url.replace("//", "//me:secret@")
     path, results = run(RunConfig(source=url, size=16, buffer=8, width=1, images=24, out=str(tmp_path / "camera")))
@@ -453,18 +444,13 @@ def test_a_stopped_run_on_a_camera_goes_on(camera, tmp_path):
     source = camera(fps=100)
     words = ["run", "--source", f"{source.url}#size=16", "--buffer", "8", "--width", "1", "--policy", "random"]
     command = [sys.executable, "-m", "streamclr", *words, "--out", str(tmp_path / "run")]
-    states = []
+    journal, states = tmp_path / "run" / "journal.jsonl", []
     for _ in range(2):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        journal = tmp_path / "run" / "journal.jsonl"
-        n_before = len(states) and len(journal.read_text().splitlines())
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if journal.exists() and len(journal.read_text().splitlines()) >= n_before + 5:
-                break
-            time.sleep(0.05)
+        n_due = 5 + (len(journal.read_text().splitlines()) if states else 0)
+        until(lambda n=n_due: journal.exists() and len(journal.read_text().splitlines()) >= n, seconds=120)
         process.terminate()
-        assert process.wait(30) == 143
+        assert process.wait(60) == 143
         assert "goes on" in process.stderr.read()
         states.append(Checkpoints(tmp_path / "run" / "checkpoints").latest()[1])
     for state in states:

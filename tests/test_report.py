@@ -4,8 +4,9 @@ import html.parser
 import pytest
 
 from streamclr import UserError
+from streamclr.directory import RunDirectory
 from streamclr.report import Table, results_table, write_report
-from streamclr.run import RunDirectory, run
+from streamclr.run import run
 from test_run import config  # noqa: F401
 
 

@@ -5,7 +5,6 @@ import torch
 from PIL import Image
 
 from streamclr import UserError, open_stream
-from streamclr.stream import absolute_source
 
 
 def test_segments_of_any_size_in_order():
@@ -29,15 +28,6 @@ def test_options_in_the_string_and_as_keywords():
 def test_keywords_left_out_do_not_hide_what_the_string_says():
     source = open_stream("synthetic:?size=16&stc=7", size=None, stc=None).source
     assert (source.size, source.stc) == (16, 7)
-
-
-def test_absolute_source(tmp_path, monkeypatch):
-    (tmp_path / "a b").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert absolute_source("folder:a b?stc=5&size=16") == f"folder:{tmp_path}/a b?stc=5&size=16"
-    assert absolute_source("a b") == f"folder:{tmp_path}/a b"
-    assert absolute_source("cifar10?stc=5") == "cifar10?stc=5"
-    assert absolute_source("synthetic:") == "synthetic:"
 
 
 def test_state_resumes():

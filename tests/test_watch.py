@@ -1,7 +1,7 @@
 import itertools
 import os
-import threading
-import time
+from collections import deque
+from functools import partial
 
 import pytest
 
@@ -10,15 +10,24 @@ from streamclr.sources.watch import watch
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("streamclr.sources.watch.POLL_EVERY", 0.02)
+def meanwhile(monkeypatch):
+    """What happens between one look and the next, one thing at a time; there is no other clock."""
+    left, n_looks = deque(), itertools.count()
+
+    def sleep(seconds):
+        assert next(n_looks) < 1000, "it waits for ever"
+        if left:
+            left.popleft()()
+
+    monkeypatch.setattr("streamclr.sources.watch.time.sleep", sleep)
+    return left
 
 
 def names(found, n):
     return [path.name for path, _ in itertools.islice(found, n)]
 
 
-def test_each_file_once_in_the_order_in_which_it_was_written(tmp_path):
+def test_each_file_once_in_the_order_in_which_it_was_written(tmp_path, meanwhile):
     for i in (1, 2, 10):
         (tmp_path / f"f{i}.jpg").write_bytes(jpeg(i))
         os.utime(tmp_path / f"f{i}.jpg", ns=(0, 1000))
@@ -27,22 +36,17 @@ def test_each_file_once_in_the_order_in_which_it_was_written(tmp_path):
     (tmp_path / ".hidden.jpg").write_bytes(b"")
     found = watch(str(tmp_path))
     assert names(found, 4) == ["f1.jpg", "f2.jpg", "f10.jpg", "a.jpg"]
-    threading.Timer(0.1, lambda: (tmp_path / "b.jpg").write_bytes(jpeg(4))).start()
+    meanwhile.append(lambda: (tmp_path / "b.jpg").write_bytes(jpeg(4)))
     assert names(found, 1) == ["b.jpg"]
 
 
-def test_a_file_that_is_being_written_is_waited_for(tmp_path):
+def test_a_file_that_is_being_written_is_waited_for(tmp_path, meanwhile):
     content = jpeg(5, (400, 400))
-
-    def write():
-        with (tmp_path / "slow.jpg").open("wb", buffering=0) as file:
-            for i in range(0, len(content), 500):
-                file.write(content[i : i + 500])
-                time.sleep(0.01)
-
-    threading.Thread(target=write).start()
-    (path, _) = next(watch(str(tmp_path)))
-    assert path.read_bytes() == content
+    with (tmp_path / "slow.jpg").open("wb", buffering=0) as file:
+        meanwhile += [partial(file.write, content[i : i + 500]) for i in range(0, len(content), 500)]
+        assert len(meanwhile) > 5
+        (path, _) = next(watch(str(tmp_path)))
+        assert path.read_bytes() == content
 
 
 def test_it_goes_on_after_a_mark(tmp_path):
@@ -53,13 +57,13 @@ def test_it_goes_on_after_a_mark(tmp_path):
     assert names(watch(str(tmp_path), list(mark)), 2) == ["2.jpg", "3.jpg"]
 
 
-def test_a_name_that_comes_again_is_another_file(tmp_path):
+def test_a_name_that_comes_again_is_another_file(tmp_path, meanwhile):
     found = watch(str(tmp_path))
     (tmp_path / "now.jpg").write_bytes(jpeg(1))
     assert names(found, 1) == ["now.jpg"]
-    (tmp_path / "now.jpg").unlink()
-    threading.Timer(0.2, lambda: (tmp_path / "now.jpg").write_bytes(jpeg(2))).start()
+    meanwhile += [(tmp_path / "now.jpg").unlink, lambda: (tmp_path / "now.jpg").write_bytes(jpeg(2))]
     assert names(found, 1) == ["now.jpg"]
+    assert not meanwhile
 
 
 def test_files_of_one_moment_go_on_in_natural_order(tmp_path):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamclr.buffer import Buffer
+    from streamclr.card import Card
     from streamclr.encoder import resnet18, resnet34, resnet50
     from streamclr.errors import UserError
     from streamclr.guard import Guarded
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
         Reservoir,
         SelectiveBackprop,
     )
+    from streamclr.pretrained import Pretrained, from_pretrained, save_pretrained
     from streamclr.score import contrast_score
     from streamclr.stream import open_stream
     from streamclr.views import StrongViews
 
 __all__ = [
     "Buffer",
+    "Card",
     "ContrastScoring",
     "FIFOReplace",
     "Guarded",
     "KCenter",
     "Learner",
+    "Pretrained",
     "RandomReplace",
     "Reservoir",
     "SelectiveBackprop",
@@ -36,14 +40,28 @@ __all__ = [
     "StrongViews",
     "UserError",
     "contrast_score",
+    "from_pretrained",
     "nt_xent",
     "open_stream",
     "resnet18",
     "resnet34",
     "resnet50",
+    "save_pretrained",
 ]
 
-_MODULES = ("buffer", "encoder", "errors", "guard", "learner", "loss", "policy", "score", "stream", "views")
+_MODULES = (
+    "buffer",
+    "encoder",
+    "errors",
+    "guard",
+    "learner",
+    "loss",
+    "policy",
+    "score",
+    "stream",
+    "views",
+    "pretrained",
+)
 
 
 def __getattr__(name: str) -> Any:

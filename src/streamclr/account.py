@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+AFTERWARDS = ("undone", "learner busy", "learner stopped")  # why a frame is passed over that was whole and in time
+
 
 @dataclass
 class Account:
@@ -11,16 +13,29 @@ class Account:
     learned: int = 0
     passed: Counter[str] = field(default_factory=Counter)  # whole frames that were not used, by reason
     rejected: Counter[str] = field(default_factory=Counter)  # what was no frame that can be used, by reason
+    predicted: int = 0  # frames whose class stands in predictions.jsonl
 
     @property
     def is_balanced(self) -> bool:
         return self.received == self.learned + self.passed.total() + self.rejected.total()
+
+    @property
+    def classifiable(self) -> int:
+        """All frames but those that were rejected, or passed over before anybody could look at them."""
+        before = sum(n for reason, n in self.passed.items() if reason not in AFTERWARDS)
+        return self.received - self.rejected.total() - before
+
+    def pass_over(self, n: int, reason: str) -> None:
+        """Frames that were to be learned from, and will not be."""
+        self.learned -= n
+        self.passed[reason] += n
 
     def add(self, other: "Account") -> None:
         self.received += other.received
         self.learned += other.learned
         self.passed += other.passed
         self.rejected += other.rejected
+        self.predicted += other.predicted
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -28,15 +43,17 @@ class Account:
             "learned": self.learned,
             "passed": dict(self.passed),
             "rejected": dict(self.rejected),
+            "predicted": self.predicted,
         }
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Account":
-        return cls(state["received"], state["learned"], Counter(state["passed"]), Counter(state["rejected"]))
+        passed, rejected = Counter(state["passed"]), Counter(state["rejected"])
+        return cls(state["received"], state["learned"], passed, rejected, state.get("predicted", 0))
 
     def __str__(self) -> str:
         parts = [f"{self.received:,} frames = {self.learned:,} learned from"]
         for name, reasons in (("passed over", self.passed), ("rejected", self.rejected)):
             why = f" ({', '.join(f'{n:,} {reason}' for reason, n in reasons.most_common())})" if reasons else ""
             parts.append(f"{reasons.total():,} {name}{why}")
-        return " + ".join(parts)
+        return " + ".join(parts) + (f"; {self.predicted:,} classified" if self.predicted else "")

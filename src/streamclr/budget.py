@@ -33,16 +33,16 @@ class Plan:
         return f"{chunks}, {self.peak / MIB:.0f} MiB at most"
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str | int, name: str = "memory") -> int:
     """`600M` or `1.5G` (or `600MiB`, or a number of bytes) as bytes; K, M and G are powers of 1024."""
     if isinstance(text, int):
         size = float(text)
     elif match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE):
         size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
     else:
-        raise UserError(f"memory is {text!r}: write a size as 600M or 1.5G")
+        raise UserError(f"{name} is {text!r}: write a size as 600M or 1.5G")
     if not 1 <= size < 2**63:
-        raise UserError(f"memory is {text!r}: use a size above 0, as 600M or 1.5G")
+        raise UserError(f"{name} is {text!r}: use a size above 0, as 600M or 1.5G")
     return int(size)
 
 
@@ -185,4 +185,4 @@ def _blank(model: ContrastiveModel, n: int, shape: tuple[int, ...]) -> Tensor:
 def _scratch(model: nn.Module) -> int:
     """What the kernels need beside: reordered weights and, per thread, the gradient of the largest; and some slack."""
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 4 * largest + 12 * MIB
+    return 4 * largest + 16 * MIB

@@ -28,6 +28,9 @@ class Pool:
         self.n_rescored += int(due[: self.n_buffer].sum())
 
 
+COLUMNS = ("images", "scores", "ages", "arrivals")
+
+
 class Buffer:
     """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one segment behind."""
 
@@ -36,7 +39,7 @@ class Buffer:
             raise UserError(f"buffer_size is {size}: use at least 2, an image needs another to contrast with")
         self.size, self.device = size, torch.device(device)
         self.n_seen = 0  # images offered so far
-        self._n = 0
+        self._n = self._end = 0  # images in the buffer; behind them, to here, what the last step did not keep
         self._allocate(size, (3, 0, 0))
 
     def _allocate(self, rows: int, shape: tuple[int, ...]) -> None:
@@ -80,6 +83,7 @@ class Buffer:
                 "give the stream one size, for instance with size="
             )
         self._before = (self._n, self.scores.clone())
+        self._end = self._n
         self._movers = self._holes = torch.empty(0, dtype=torch.long, device=self.device)
         end = self._n + len(segment)
         if end > len(self._images) or shape != tuple(self._images.shape[1:]):
@@ -114,17 +118,23 @@ class Buffer:
         n_kept = int(chosen[: self._n].sum())
         self._holes, self._movers = (~chosen[:size]).nonzero()[:, 0], chosen[size:].nonzero()[:, 0] + size
         self._swap()
-        self._n = size
+        self._n, self._end = size, len(pool)
         return n_kept
 
     def _swap(self) -> None:
         for column in self._columns:
             column[self._holes], column[self._movers] = column[self._movers], column[self._holes]
 
+    def left(self) -> dict[str, Tensor]:
+        """What was in the buffer and the last step did not keep, with the scores for which it left."""
+        behind = {name: column[self._n : self._end] for name, column in zip(COLUMNS, self._columns, strict=True)}
+        return {name: column[behind["ages"] > 0] for name, column in behind.items()}
+
     def undo(self) -> None:
         """Be as before the last segment was offered, whose images keep their numbers in the stream."""
         self._swap()
         self._n, scores = self._before
+        self._end = self._n
         self.scores.copy_(scores)
         self._ages[: self._n] -= 1
 
@@ -135,15 +145,15 @@ class Buffer:
         return self.images[torch.randperm(self._n, generator=generator, device=self.device)[:n]]
 
     def state_dict(self, copy: bool = True) -> dict[str, Tensor | int]:
-        columns = {"images": self.images, "scores": self.scores, "ages": self.ages, "arrivals": self.arrivals}
+        columns = {name: column[: self._n] for name, column in zip(COLUMNS, self._columns, strict=True)}
         return {**{name: t.clone() if copy else t for name, t in columns.items()}, "n_seen": self.n_seen}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        columns = [state[name] for name in ("images", "scores", "ages", "arrivals")]
+        columns = [state[name] for name in COLUMNS]
         assert isinstance(columns[0], Tensor)
         if (n := len(columns[0])) > self.size:
             raise UserError(f"the saved buffer holds {n} images, this one {self.size}: use buffer_size={n}")
-        self._n, self.n_seen = n, int(state["n_seen"])
+        self._n, self._end, self.n_seen = n, n, int(state["n_seen"])
         self._allocate(2 * self.size, tuple(columns[0].shape[1:]))
         for column, values in zip(self._columns, columns, strict=True):
             column[: self._n] = values

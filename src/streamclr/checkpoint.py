@@ -7,8 +7,8 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,21 @@ from streamclr.progress import say
 
 def write_json(path: Path, content: Any) -> None:
     """JSON that a reader sees whole or not at all; NaN becomes null."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"  # ASCII, whatever the locale
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """A file that a reader sees whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
     part.unlink(missing_ok=True)  # of a process that was killed and had this number
-    _write(part, [text.encode()])
-    part.replace(path)
-    _sync(path.parent)
+    try:
+        write_new(part, [content])
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 def json_line(content: dict[str, Any]) -> str:
@@ -55,18 +64,53 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Non
     part.replace(path)
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise UserError(f"no file {path}")
     try:
         with safe_open(path, "pt") as content:
-            return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            yield content
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a whole safetensors file ({error})") from None
 
 
-def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load weights by name; what is missing, left over or of another shape is listed by key."""
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    with _opened(path) as content:
+        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+
+
+def load_metadata(path: Path) -> dict[str, str]:
+    """What `save_tensors` was told beside the tensors."""
+    with _opened(path) as content:
+        return content.metadata() or {}
+
+
+def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of exactly these names, shapes and types, all of them finite; none is read before the header fits."""
+    with _opened(path) as content:
+        found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+        problems = [f"{name} is missing" for name in expected if name not in found]
+        problems += [f"{name[:100]} is not known" for name in found if name not in expected]
+        for name in expected.keys() & found.keys():
+            own = [list(expected[name].shape), _DTYPES[expected[name].dtype]]
+            its = [found[name].get_shape(), found[name].get_dtype()]
+            if own != its:
+                problems.append(f"{name} is {its[0]} of {its[1]}, not {own[0]} of {own[1]}")
+        if problems:
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise UserError(f"{path} does not fit: {'; '.join(sorted(problems)[:3])}{more}")
+        tensors = {name: content.get_tensor(name) for name in expected}
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise UserError(f"{path} is damaged: {broken[0]} has values that are not finite")
+    return tensors
+
+
+def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assign: bool = False) -> None:
+    """Load weights by name; what is missing, left over or of another shape is listed by key.
+
+    assign: put the tensors themselves in their place, for a module that was made without memory.
+    """
     own = module.state_dict()
     if not any(key.endswith("num_batches_tracked") for key in tensors):  # old public weights lack these counters
         tensors = tensors | {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
@@ -77,15 +121,15 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str) -> N
             problems.append(f"{key} is {list(tensors[key].shape)}, not {list(own[key].shape)}")
     if problems:
         raise UserError(f"{where} does not fit the model: {'; '.join(sorted(problems))}")
-    module.load_state_dict(tensors)
+    module.load_state_dict(tensors, assign=assign)
 
 
 def load_encoder(encoder: nn.Module, path: Path) -> None:
-    """Pre-trained weights for the encoder: torchvision's names, with or without their classifier, or a run's own."""
+    """Weights for the encoder: torchvision's names, with or without classifier and projection head, or a run's own."""
     tensors = load_tensors(path)
     if any(key.startswith("encoder.") for key in tensors):
         tensors = {key.removeprefix("encoder."): t for key, t in tensors.items() if key.startswith("encoder.")}
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("fc.")}
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(("fc.", "projection."))}
     load_weights(encoder, tensors, str(path))
 
 
@@ -110,13 +154,13 @@ class Checkpoints:
             os.mkdir(part)
             tensors: dict[str, Tensor] = {}
             tree = _without_tensors(state, "", tensors)
-            sha256, n_tensors = _write(part / STATE, _safetensors(tensors))
+            sha256, n_tensors = write_new(part / STATE, _safetensors(tensors))
             manifest = _manifest({"number": number, "sha256": sha256, "bytes": n_tensors, "state": tree})
-            _, n_manifest = _write(part / MANIFEST, [manifest])
-            _sync(part)
+            _, n_manifest = write_new(part / MANIFEST, [manifest])
+            sync(part)
             shutil.rmtree(final, ignore_errors=True)  # of a run that went back behind it
             os.rename(part, final)
-            _sync(self.directory)
+            sync(self.directory)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -136,9 +180,12 @@ class Checkpoints:
             return []
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
 
-    def latest(self) -> tuple[int, dict[str, Any]] | None:
-        """Number and state of the newest checkpoint that verifies; one that does not is said and passed over."""
-        for number in reversed(self.numbers()):
+    def latest(self, most: float = math.inf) -> tuple[int, dict[str, Any]] | None:
+        """Number and state of the newest checkpoint that verifies; one that does not is said and passed over.
+
+        most: the number that it may have at most.
+        """
+        for number in reversed([number for number in self.numbers() if number <= most]):
             try:
                 return number, self.load(number)
             except (UserError, FileNotFoundError) as error:
@@ -154,11 +201,7 @@ class Checkpoints:
         content = _read_manifest(path / MANIFEST)
         if content["number"] != number:
             raise UserError(f"{path} is damaged: it is the checkpoint of step {content['number']}")
-        digest = hashlib.sha256()
-        with (path / STATE).open("rb") as file:
-            while part := file.read(2**20):
-                digest.update(part)
-        if digest.hexdigest() != content["sha256"]:
+        if sha256_of(path / STATE) != content["sha256"]:
             raise UserError(f"{path / STATE} is damaged: its checksum differs")
         return _with_tensors(content["state"], load_tensors(path / STATE))
 
@@ -166,7 +209,7 @@ class Checkpoints:
 class Pace:
     """When a checkpoint is due: every so many steps and minutes, more of these if it would be above a GiB an hour."""
 
-    def __init__(self, checkpoints: Checkpoints, minutes: float, steps: int | None = None):
+    def __init__(self, checkpoints: Checkpoints, minutes: float, steps: int | None = None, quiet: bool = False):
         if not 0 <= minutes < math.inf:
             raise UserError(f"checkpoint_minutes is {minutes}: use a number above 0, or 0 for none but the last")
         if steps is not None and steps < 1:
@@ -174,8 +217,7 @@ class Pace:
         self.checkpoints, self.seconds, self.steps = checkpoints, 60 * minutes, steps
         self._wait, self._last, self._n_steps = self.seconds, time.monotonic(), 0
         self.n_failed = 0
-        self._reported = False
-        self.last = (checkpoints.numbers() or [0])[-1]  # step of the last one that was written
+        self._reported = quiet
 
     def due(self) -> bool:
         """To be asked once after each step."""
@@ -188,7 +230,7 @@ class Pace:
         self._last, self._n_steps = time.monotonic(), 0
         try:
             n_bytes = self.checkpoints.save(number, state)
-            self._wait, self.last = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR), number
+            self._wait = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR)
             if self.seconds and not self._reported:
                 an_hour = 3600 / self._wait * n_bytes / 2**30
                 how_often = f"one every {self._wait / 60:.0f} minutes, {an_hour:.2g} GiB an hour"
@@ -258,8 +300,8 @@ def _safetensors(tensors: dict[str, Tensor]) -> Iterable[bytes | memoryview]:
         yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[str, int]:
-    """Onto the disk itself. Returns the SHA-256 and the size of what was written."""
+def write_new(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[str, int]:
+    """A new file, on the disk itself. Returns the SHA-256 and the size of what was written."""
     digest, size = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -275,7 +317,15 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def _sync(directory: Path) -> None:
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def sync(directory: Path) -> None:
     """Names in a directory are on the disk only after this."""
     file = os.open(directory, os.O_RDONLY)
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class Classifier(nn.Module):
         return self.linear((features - self.mean) / self.std)
 
 
-def draw_labelled(labels: Tensor, fraction: float, classes: tuple[str, ...], seed: int = 0) -> Tensor:
+def draw_labelled(labels: np.ndarray, fraction: float, classes: tuple[str, ...], seed: int = 0) -> Tensor:
     """The indices of a class-balanced draw of a fraction of the images; 1 is all of them."""
     if not 0 < fraction <= 1:
         raise UserError(f"the label fraction is {fraction}: use a number above 0 and up to 1, as 0.01 for 1 %")
@@ -69,7 +70,7 @@ def draw_labelled(labels: Tensor, fraction: float, classes: tuple[str, ...], see
     generator = torch.Generator().manual_seed(seed)
     chosen = []
     for label, name in enumerate(classes):
-        own = (labels == label).nonzero()[:, 0]
+        own = torch.from_numpy(np.flatnonzero(labels == label))
         if len(own) < n_each:
             raise UserError(
                 f"class {name!r} has {len(own)} labelled images, and {fraction:.2%} of the labels needs {n_each} of "
@@ -94,15 +95,15 @@ def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = No
     bad: dict[int, BadFrame] = {}
     with Progress("features", len(numbers)) as bar:
         for chunk in numbers.split(1024):
-            pixels, good, worse = readable(images, chunk)
+            pixels, good, worse = readable(images, chunk.numpy())
             if len(good):
-                parts.append(infer(model, pixels, model.features).cpu())
+                parts.append(infer(model, torch.from_numpy(pixels), model.features).cpu())
             read.append(good)
             bad |= worse
             bar.advance(len(chunk))
     tell_left_out(bad, len(numbers))
-    kept = torch.cat(read)
-    return Extracted(torch.cat(parts), images.labels[kept], kept)
+    kept = np.concatenate(read)
+    return Extracted(torch.cat(parts), torch.from_numpy(images.labels[kept]), torch.from_numpy(kept))
 
 
 def tell_left_out(bad: dict[int, BadFrame], n: int) -> None:
@@ -127,6 +128,7 @@ def train_head(
     lr: float = 3e-4,
     batch_size: int = 256,
     seed: int = 0,
+    quiet: bool = False,
 ) -> Classifier:
     """The paper's classifier: Adam on the labelled features for 500 epochs.
 
@@ -140,7 +142,7 @@ def train_head(
     weight, mean, square = (torch.zeros(n_classes, features.shape[1]) for _ in range(3))
     generator = torch.Generator().manual_seed(seed)
     n_steps = 0
-    with Progress(f"head on {len(labels):,} labels, epochs", epochs) as bar:
+    with Progress(f"head on {len(labels):,} labels, epochs", epochs, quiet=quiet) as bar:
         for _ in range(epochs):
             order = torch.randperm(len(features), generator=generator)
             for x, y in zip(features[order].split(batch_size), targets[order].split(batch_size), strict=True):
@@ -206,9 +208,9 @@ def train_supervised(
     optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=lr, weight_decay=1e-4)
     views = StrongViews(scale=(0.5, 1.0), jitter=0, grey=0, blur=0)
     generator = torch.Generator(device).manual_seed(seed)
-    pixels, good, bad = readable(images, numbers)
+    read, good, bad = readable(images, numbers.numpy())
     tell_left_out(bad, len(numbers))
-    pixels, labels = pixels.to(device), images.labels[good].to(device)
+    pixels, labels = (torch.from_numpy(array).to(device) for array in (read, images.labels[good]))
     with Progress(f"supervised on {len(numbers):,} labels, epochs", epochs) as bar:
         for _ in range(epochs):
             for batch in torch.randperm(len(pixels), generator=generator, device=device).split(batch_size):

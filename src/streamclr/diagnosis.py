@@ -6,8 +6,8 @@ from typing import Any
 
 from streamclr.budget import MIB
 from streamclr.checkpoint import MOST_AN_HOUR
+from streamclr.directory import RunDirectory
 from streamclr.machine import GIB, Machine
-from streamclr.run import RunDirectory
 
 
 @dataclass(frozen=True)

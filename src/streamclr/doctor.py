@@ -14,13 +14,15 @@ from torch import Tensor
 
 from streamclr.budget import peak
 from streamclr.checkpoint import MOST_AN_HOUR
+from streamclr.config import RunConfig, make_learner, policy_options
 from streamclr.diagnosis import Diagnosis, Measured, Suggestion
 from streamclr.errors import UserError
-from streamclr.live import CAMERAS, LiveStream
+from streamclr.live import CAMERAS
 from streamclr.machine import Machine
-from streamclr.options import redacted, split
+from streamclr.options import option, redacted, split
 from streamclr.progress import Progress
-from streamclr.run import RunConfig, make_learner, open_run_stream, option, policy_options, resolved
+from streamclr.run import open_run_stream, resolved
+from streamclr.stream import LiveStream
 
 
 @dataclass(frozen=True)

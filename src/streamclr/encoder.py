@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +184,37 @@ def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> Res
 ENCODERS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
 
 
+class Architecture(NamedTuple):
+    """Which of these encoders; the fields are the options of a run."""
+
+    encoder: str
+    width: int
+    stem: str
+    norm: str
+
+    def __str__(self) -> str:
+        return f"a {self.encoder} of width {self.width} with the {self.stem} stem and {self.norm} norm"
+
+    def make(self) -> ResNet:
+        return ENCODERS[self.encoder](self.width, self.stem, self.norm)
+
+    @classmethod
+    def of(cls, encoder: nn.Module) -> "Architecture":
+        if isinstance(encoder, ResNet):
+            conv, shapes = encoder.conv1, _shapes(encoder)
+            stem = next(name for name, shape in STEMS.items() if shape == (conv.kernel_size[0], conv.stride[0]))
+            norm = "group" if isinstance(encoder.bn1, nn.GroupNorm) else "batch"
+            for found in (cls(name, conv.out_channels, stem, norm) for name in ENCODERS):
+                with torch.device("meta"):  # no memory, no random numbers
+                    if _shapes(found.make()) == shapes:
+                        return found
+        raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
 class ContrastiveModel(nn.Module):
     """Encoder and projection head: images in [0, 1] to unit vectors z = g(f(x)) / |g(f(x))|.
 
@@ -264,8 +295,9 @@ def map_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Te
     device = next((p.device for p in model.parameters()), images.device)
     pixels_at_once = getattr(model, "pixels_at_once", ContrastiveModel.pixels_at_once)
     chunk_size = max(1, pixels_at_once // (images.shape[-2] * images.shape[-1]))
-    # The last chunk is filled up: oneDNN compiles and keeps kernels for every size that it meets.
-    unit = 8 if len(images) < chunk_size else 32
+    # The last chunk is filled up: oneDNN compiles and keeps kernels for every size that it meets. A single image stays
+    # one: who classifies frames as they come does not pay for eight.
+    unit = 1 if len(images) == 1 else 8 if len(images) < chunk_size else 32
     parts = []
     for chunk in images.split(chunk_size):
         full = F.pad(chunk, (0,) * 7 + (min(-len(chunk) % unit, chunk_size - len(chunk)),))

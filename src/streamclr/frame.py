@@ -6,6 +6,7 @@ Needs no torch, so that a small capture process can use it.
 import logging
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -125,14 +126,18 @@ def _opened(file: Path | bytes, most_pixels: int) -> Iterator[ImageFile.ImageFil
 @contextmanager
 def _libtiff_silent() -> Iterator[None]:
     """libtiff writes what is wrong with a picture to stderr itself, past Python, as well as failing."""
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
+    with _one_at_a_time:  # or the second would take the first one's nowhere for what is to be restored
+        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 2)
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.close(nowhere)
+
+
+_one_at_a_time = threading.Lock()
 
 
 def _name(file: Path | bytes) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -49,6 +50,7 @@ class Guarded:
             )
         self.tolerance, self.stay, self.patience, self.over = tolerance, stay, patience, over
         self.kept_out: Counter[str] = Counter()  # images that the policy did not see, by the guard that hid them
+        self.hidden: dict[int, str] = {}  # arrival number: the guard that hid it from the last choice
         self.seconds = dict.fromkeys(self.guards, 0.0)  # that each guard took, in this process
         self._entered: dict[int, float] = {}  # arrival number: score on entering the buffer; inf once it is a suspect
         self._suspects = Memory(N_SUSPECTS)
@@ -59,9 +61,9 @@ class Guarded:
         seen = why < 0
         if int(seen.sum()) < size:  # too few: the least bad ones come back
             seen[why.argsort(stable=True)[:size]] = True
-        for number, guard in enumerate(GUARDS):
-            if n := int((~seen & (why == number)).sum()):
-                self.kept_out[guard] += n
+        arrivals, worst = pool.arrival[~seen].tolist(), why[~seen].tolist()
+        self.hidden = {arrival: GUARDS[number] for arrival, number in zip(arrivals, worst, strict=True)}
+        self.kept_out.update(self.hidden.values())
         if bool(seen.all()):
             keep = self.policy.keep(pool, size, model)
         else:
@@ -88,9 +90,7 @@ class Guarded:
             "stay": lambda: pool.arrival.max() - pool.arrival >= self.stay * size,
             "duplicates": lambda: duplicates(pool.images, self.tolerance),
             "quarantine": quarantined,
-            "smear": lambda: repeated(pool.images) >= MOST_REPEATED,
-            "noise": lambda: neighbour_correlation(pool.images) < LEAST_CORRELATION,
-            "blank": lambda: contrast(pool.images) < LEAST_CONTRAST,
+            **{name: partial(lies, pool.images) for name, lies in LIES.items()},
         }
         why = torch.full((len(pool),), -1, device=pool.age.device)
         for number, guard in enumerate(GUARDS):
@@ -245,6 +245,19 @@ def repeated(images: Tensor) -> Tensor:
         return (same & lively).float().mean(1)
 
     return by_few(images, lambda x: torch.maximum(share(x), share(x.transpose(2, 3))))
+
+
+# What a single frame shows by itself, of no use to a person either.
+LIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "smear": lambda images: repeated(images) >= MOST_REPEATED,
+    "noise": lambda images: neighbour_correlation(images) < LEAST_CORRELATION,
+    "blank": lambda images: contrast(images) < LEAST_CONTRAST,
+}
+
+
+def unusable(images: Tensor) -> Tensor:
+    """Which of the images lie by themselves."""
+    return torch.stack([lies(images) for lies in LIES.values()]).any(0)
 
 
 def looks(images: Tensor) -> Tensor:

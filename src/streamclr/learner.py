@@ -17,6 +17,7 @@ from streamclr.budget import Plan, make_plan, parse_size
 from streamclr.buffer import Buffer
 from streamclr.checkpoint import load_weights
 from streamclr.chunked import backward, check_can_chunk
+from streamclr.distributed import Alone
 from streamclr.encoder import ContrastiveModel, resnet18, seeded
 from streamclr.errors import NotFinite, UserError
 from streamclr.loss import nt_xent
@@ -50,7 +51,8 @@ class Step:
 class Learner:
     """Learns an encoder from segments of an unlabelled stream, with a small buffer of the images that teach the most.
 
-    encoder: any module that maps images to features; a ResNet-18 with the small stem unless given.
+    encoder: any module that maps images to features, or a ContrastiveModel, which has its projection head with it; a
+        ResNet-18 with the small stem unless given.
     policy: which images stay in the buffer; contrast scoring unless given.
     buffer_size: N, images in the buffer.
     batch_size: images of one update, drawn uniformly from the buffer; the whole buffer unless given.
@@ -78,6 +80,7 @@ class Learner:
         device: torch.device | str | None = None,
     ):
         self.device = find_device(device)
+        self.ranks = Alone()
         self.policy = ContrastScoring() if policy is None else policy
         self.buffer = Buffer(buffer_size, self.device)
         self.batch_size = buffer_size if batch_size is None else batch_size
@@ -95,7 +98,9 @@ class Learner:
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
         self.views = StrongViews() if views is None else views
         with seeded(seed):
-            self.model = ContrastiveModel(resnet18() if encoder is None else encoder).to(self.device)
+            encoder = resnet18() if encoder is None else encoder
+            model = encoder if isinstance(encoder, ContrastiveModel) else ContrastiveModel(encoder)
+        self.model = model.to(self.device)
         self.optimizer = Adam(self.model.parameters(), lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
@@ -120,15 +125,16 @@ class Learner:
 
     def learn_many(self, images: Tensor | np.ndarray) -> Step:
         """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, n as you like."""
-        images = _checked(images)
+        images = checked_images(images, "the segment")
         if self.memory is not None:
             self.fit(images.shape)
         started = perf_counter()
         n_before = len(self.buffer)
         pool = self.buffer.pool(images)  # B ∪ I
         with self._undone_if_not_finite():
-            keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
-            n_kept = self.buffer.replace(pool, keep)  # the new B
+            with self.ranks.together():
+                keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
+                n_kept = self.buffer.replace(pool, keep)  # the new B
             scored = perf_counter()
             losses, spreads = zip(*(self._update() for _ in range(self.updates_per_segment)), strict=True)
             trained = perf_counter()
@@ -153,6 +159,9 @@ class Learner:
         """
         batch = self.buffer.draw(self.batch_size, self.generator)
         n = 2 * len(batch)
+        most, least = self.ranks.largest(n // 2, -n // 2)
+        if most != -least:
+            raise UserError(f"the ranks have batches of {-least:.0f} to {most:.0f} images: give all the same")
         draw = self.views.draw((n, *batch.shape[1:]), self.generator)
         image = torch.arange(n, device=self.device) % len(batch)
         spread = math.nan
@@ -162,14 +171,17 @@ class Learner:
 
         def loss(z: Tensor) -> Tensor:
             nonlocal spread
-            spread = 1 - float(z.detach().mean(0).square().sum())
-            return nt_xent(z[: n // 2], z[n // 2 :], self.temperature)
+            z0, z1 = (self.ranks.gather(half) for half in z.chunk(2))
+            spread = 1 - float(torch.cat([z0, z1]).detach().mean(0).square().sum())
+            return nt_xent(z0, z1, self.temperature)
 
         self.model.train()
         self.optimizer.zero_grad()
-        value = backward(self._trained, views, n, loss, self.plan.chunk_size if self.plan else None)
-        self._check(value)
+        with self.ranks.together():
+            value = backward(self._trained, views, n, loss, self.plan.chunk_size if self.plan else None)
+            self._check(value)
         self.optimizer.step()
+        self.ranks.settle(self.model)
         return value, spread
 
     def _check(self, loss: float) -> None:
@@ -217,6 +229,30 @@ class Learner:
             if self.plan.chunk_size is not None:
                 self.model.pixels_at_once = max(1, self.plan.chunk_size // 2) * shape[-2] * shape[-1]
         return self.plan
+
+    def join(self, ranks: Alone) -> None:
+        """Share the encoder with learners in other processes, which do the same, before the first step.
+
+        From then on each step is one of all ranks: the loss contrasts the batches of all, which are of one size.
+        """
+        if ranks.n > 1 and self.memory is not None:
+            raise UserError("memory is for one process: with several ranks use a smaller batch_size each")
+        if ranks.n > 1 and self._trained is not self.model:
+            raise UserError("compile is for one process: leave it out with several ranks")
+        self.ranks = ranks
+        self._trained = ranks.share(self._trained)
+        if ranks.index:  # other views on each rank; those of the first are as if it were alone
+            seed = torch.randint(2**62, (ranks.index,), generator=self.generator, device=self.device)[-1]
+            self.generator.manual_seed(int(seed))
+
+    def leave(self) -> None:
+        """Go on alone, with the encoder of all."""
+        if self.ranks.n == 1:  # as before, compiled if it was
+            return
+        self._trained = self.model
+        self.ranks.unshare(self.model)
+        self.ranks.close()
+        self.ranks = Alone()
 
     def state_dict(self, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on.
@@ -268,11 +304,11 @@ def find_device(name: torch.device | str | None) -> torch.device:
     return device
 
 
-def _checked(images: Tensor | np.ndarray) -> Tensor:
+def checked_images(images: Tensor | np.ndarray, what: str) -> Tensor:
     if isinstance(images, np.ndarray):
         images = torch.from_numpy(np.ascontiguousarray(images))  # a flipped view has negative strides
     if images.dtype != torch.uint8:
-        raise UserError(f"the segment is {images.dtype}: give torch.uint8 images with values from 0 to 255")
+        raise UserError(f"{what} is {images.dtype}: give torch.uint8 images with values from 0 to 255")
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
-        raise UserError(f"the segment's shape is {tuple(images.shape)}: give n x 3 x height x width with n at least 1")
+        raise UserError(f"{what}'s shape is {tuple(images.shape)}: give n x 3 x height x width with n at least 1")
     return images

@@ -13,8 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from streamclr.account import Account
 from streamclr.errors import UserError
@@ -84,10 +83,11 @@ def make_feed(
     return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries)
 
 
-class LiveStream:
-    """A stream of the frames of one or several feeds, in the order in which they come; unlabelled.
+class Live:
+    """The frames of one or several feeds, in the order in which they come; unlabelled.
 
-    idle: called at least every few seconds while there is no frame; the stream ends if it says True.
+    idle: called at least every few seconds while there is no frame; they end if it says True.
+    arrived: called with frames as they come, before they are a whole segment, and the number of their feed.
     """
 
     live = True
@@ -102,12 +102,18 @@ class LiveStream:
         self.account = Account()
         self._events: list[tuple[str, str]] = []  # the source, and what happened to it
         self.idle: Callable[[], bool] = lambda: False
+        self.arrived: Callable[[np.ndarray, int], None] = lambda frames, feed: None
         self._captures: list[Capture] = []
         self._places: list[Any] = [feed.place for feed in feeds]
 
     @property
-    def source(self) -> "LiveStream":
+    def source(self) -> "Live":
         return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether all of them are recordings."""
+        return all(feed.exact for feed in self.feeds)
 
     @property
     def fps(self) -> float | None:
@@ -118,24 +124,24 @@ class LiveStream:
 
     def measured_fps(self, seconds: float = 3.0) -> float:
         """How many frames a second really come; an error if none does."""
-        stream, started, n = LiveStream(self.feeds), time.monotonic(), 0
+        live, started, n = Live(self.feeds), time.monotonic(), 0
         longest = max(feed.timeout for feed in self.feeds) + ANSWER_WITHIN
-        stream.idle = lambda: time.monotonic() > started + (seconds if n else longest)
-        with closing(stream.segments(1)) as frames:
+        live.idle = lambda: time.monotonic() > started + (seconds if n else longest)
+        with closing(live.frames(1)) as frames:
             for _ in frames:
                 started = started if n else time.monotonic()  # the first may have taken a connection
                 n += 1
         if n < 2:
-            why = [f"{source}: {event}" for source, event in stream.take_events()] or ["it connects, and is silent"]
+            why = [f"{source}: {event}" for source, event in live.take_events()] or ["it connects, and is silent"]
             raise UserError(f"no frames in {longest:.0f} s ({'; '.join(why)}): check the source")
         return (n - 1) / seconds
 
-    def segments(self, n: int, until: int | None = None) -> Generator[Tensor]:
+    def frames(self, n: int, until: int | None = None) -> Generator[np.ndarray]:
         """Segments of `n` frames until all feeds have ended, or until frame number `until`; the last may be smaller."""
         if n < 1:
             raise UserError(f"the segment size is {n}: use at least 1")
 
-        def generate() -> Generator[Tensor]:
+        def generate() -> Generator[np.ndarray]:
             self._captures = [
                 Capture(replace(feed, place=place, queue=max(feed.queue, 2 * n)))
                 for feed, place in zip(self.feeds, self._places, strict=True)
@@ -151,9 +157,9 @@ class LiveStream:
 
         return generate()
 
-    def _read(self, n: int) -> Tensor:
+    def _read(self, n: int) -> np.ndarray:
         """The next `n` frames, fewer at the end; n x 3 x size x size, feed by feed."""
-        parts: list[list[Tensor]] = [[] for _ in self._captures]
+        parts: list[list[np.ndarray]] = [[] for _ in self._captures]
         missing = n
         while missing and not all(capture.ended for capture in self._captures):
             if self.idle():
@@ -167,7 +173,8 @@ class LiveStream:
                 frames = self._captures[i].look(fd in ready)
                 if len(frames):
                     missing -= len(frames)
-                    parts[i].append(frames)
+                    parts[i].append(frames.transpose(0, 3, 1, 2))
+                    self.arrived(parts[i][-1], i)
                 elif self.feeds[i].drops and not parts[i]:  # rejected and passed over, with no frame that is still held
                     self.account.add(self._captures[i].take_account())
                 where = redacted(self.feeds[i].where)
@@ -178,11 +185,11 @@ class LiveStream:
         self._places = [capture.place for capture in self._captures]
         self.account.learned += n - missing
         self.position += n - missing
-        return torch.cat([self._none, *(frames.permute(0, 3, 1, 2) for own in parts for frames in own)])
+        return np.concatenate([self._none, *(frames for own in parts for frames in own)])
 
     @property
-    def _none(self) -> Tensor:
-        return torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
+    def _none(self) -> np.ndarray:
+        return np.empty((0, 3, self.size, self.size), np.uint8)
 
     def _ask(self, missing: int) -> None:
         """Share what is missing among the feeds that have frames, so that together they cannot send more."""
@@ -218,9 +225,6 @@ class LiveStream:
     def connections(self) -> dict[str, tuple[bool, int]]:
         """For each source whether frames come from it, and how often it was lost."""
         return {redacted(c.feed.where): (c.connected, c.n_lost) for c in self._captures}
-
-    def labels(self, arrivals: Tensor) -> Tensor:
-        raise UserError("frames of a camera have no labels")
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "account": self.account.state_dict(), "places": list(self._places)}
@@ -277,7 +281,7 @@ class Capture:
         except BrokenPipeError:
             self._deadline = 0.0  # it has ended
 
-    def look(self, is_ready: bool) -> Tensor:
+    def look(self, is_ready: bool) -> np.ndarray:
         """The frames that have come, n x size x size x 3, perhaps none."""
         try:
             if is_ready:
@@ -302,7 +306,7 @@ class Capture:
             self._start()
         return self._down_until is None
 
-    def _answer(self) -> Tensor:
+    def _answer(self) -> np.ndarray:
         header = json.loads(self._line())
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
         asked, self.asked = self.asked or 0, None
@@ -331,11 +335,9 @@ class Capture:
         self.n_lost += len(reasons)
         self.connected &= not reasons
 
-    def _frames(self, content: bytearray) -> Tensor:
-        shape = (-1, self.feed.size, self.feed.size, 3)
-        return (
-            torch.frombuffer(content, dtype=torch.uint8).view(shape) if content else torch.empty(0, *shape[1:]).byte()
-        )
+    def _frames(self, content: bytearray) -> np.ndarray:
+        side = self.feed.size
+        return np.frombuffer(content, np.uint8).reshape(len(content) // (3 * side**2), side, side, 3)
 
     def take_account(self) -> Account:
         account, self._account = self._account, Account()

@@ -2,30 +2,38 @@
 
 import dataclasses
 import math
-import os
 import signal
 import threading
 import time
-from contextlib import ExitStack, closing
-from pathlib import Path
+from collections.abc import Generator
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from streamclr.checkpoint import Pace, json_line
+from streamclr.challenger import Challenger, labels_at_hand
+from streamclr.checkpoint import Pace
 from streamclr.classifier import curve_point
-from streamclr.errors import NotFinite, UserError
+from streamclr.distributed import Alone
+from streamclr.errors import LostRank, NotFinite, Silent, Stopped, UserError
 from streamclr.guard import Guarded
+from streamclr.journal import Journal
 from streamclr.learner import Learner, Step
-from streamclr.metrics import Metrics, of_account, of_step
+from streamclr.metrics import Metrics, of_account, of_served, of_step
+from streamclr.predicting import PredictingStream
 from streamclr.progress import Progress, say
+from streamclr.served import Served
 from streamclr.service import Notifier
+from streamclr.window import Server, Window, memory
 
 if TYPE_CHECKING:
-    from streamclr.run import RunConfig, RunDirectory
+    from streamclr.config import RunConfig
+    from streamclr.directory import RunDirectory
     from streamclr.stream import AnyStream
 
 MOST_IN_A_ROW = 3  # steps that are undone, or returns to one checkpoint, before the run stops
 COLLAPSED, N_COLLAPSED = 1e-3, 20  # a spread below this in so many steps in a row is told
 TELL_EVERY = 60.0  # seconds between two events on rejected frames
+# What a rank has of its next segment. All go on when all have it, and end when one of them has none any more.
+HERE, COMING, AWAITED, ENDED = range(4)  # `COMING` for certain, as that of a recording
 
 
 def learn(config: "RunConfig", learner: Learner, stream: "AnyStream", directory: "RunDirectory") -> float:
@@ -40,29 +48,22 @@ def learn(config: "RunConfig", learner: Learner, stream: "AnyStream", directory:
             try:
                 return Loop(config, learner, stream, directory, asked).run()
             except Damaged as error:
-                last = directory.checkpoints.latest()
-                if last is None:
-                    raise UserError(f"{error}, and there is no checkpoint to go back to") from None
-                number = last[0]
-                if asked.signal:
-                    raise Stopped(asked.signal, f"{error}: stopped, with step {number} saved") from None
-                n_returns[number] = n_returns.get(number, 0) + 1
-                if n_returns[number] == MOST_IN_A_ROW:
-                    often = f"{MOST_IN_A_ROW} times after step {number}"
-                    raise UserError(f"{error}, {often}: the run stops there") from None
+                last = directory.latest(learner.ranks)
+                with learner.ranks.together():
+                    if last is None:
+                        raise UserError(f"{error}, and there is no checkpoint to go back to") from None
+                    number = last[0]
+                    n_returns[number] = n_returns.get(number, 0) + 1
+                    if n_returns[number] == MOST_IN_A_ROW:
+                        often = f"{MOST_IN_A_ROW} times after step {number}"
+                        raise UserError(f"{error}, {often}: the run stops there") from None
+                if asked.by_any(learner.ranks):
+                    raise asked.stopped(learner.ranks, f"{error}: stopped, with step {number} saved") from None
                 directory.tell(f"{error}: back to step {number}", step=number)
 
 
 class Damaged(Exception):
     """The learner's weights, statistics or moments are not finite."""
-
-
-class Stopped(Exception):
-    """A signal asked the run to stop, and it has, after a checkpoint."""
-
-    def __init__(self, number: int, message: str):
-        super().__init__(message)
-        self.exit_code = 128 + number
 
 
 class Loop:
@@ -77,50 +78,114 @@ class Loop:
         asked: "StopSignal",
     ):
         self.asked = asked
+        self.served = Served(directory, self._tell) if config.predict else None
+        if self.served is not None:
+            stream = PredictingStream(stream, self.served, directory.path / "predictions.jsonl")
         self.config, self.learner, self.stream, self.directory = config, learner, stream, directory
+        self.ranks = learner.ranks
+        self.challenger: Challenger | None = None
         assert config.segment is not None
         n_steps = math.inf if config.images is None else -(-config.images // config.segment)
         self.mix_every = max(1, n_steps // 200) if n_steps < math.inf else 1000
         self.curve_every = -(-n_steps // max(1, config.probes))
         self.n_undone = self.n_undone_in_a_row = self.n_collapsed = 0
+        self.is_over = False  # one rank at least has no segment any more, or is to stop before it comes
+        self.saved = (directory.checkpoints.numbers() or [0])[-1]  # the last step of which all ranks have a checkpoint
         self.told = -math.inf  # when the account was
+        self.window = Window(directory, learner, stream)
 
     def run(self) -> float:
+        try:
+            return self._run()
+        except LostRank as error:
+            # A rank may be lost while the others agree on a checkpoint, and not all of them hear of it.
+            after = f"goes on after step {self.saved} or a later one" if self.saved else "has no checkpoint yet"
+            raise LostRank(f"{error}: start it again with the same command, it {after}") from None
+
+    def _run(self) -> float:
         config, stream = self.config, self.stream
-        assert config.segment is not None
         self.seconds = self.directory.restore(self.learner, stream)
+        self.saved = self.learner.n_steps
         self.n_told = stream.account.rejected.total()
         self.notifier = Notifier()
         with ExitStack() as stack:
             self.metrics = None if config.metrics is None else stack.enter_context(closing(Metrics(config.metrics)))
             if self.metrics:
                 say(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics")
+            self.candidates = self.directory.open_candidates(config)
+            if self.candidates:
+                stack.enter_context(closing(self.candidates))
+            if config.serve:
+                stack.enter_context(closing(Server(self.directory.path)))
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
-            self.checkpoints = Pace(self.directory.checkpoints, config.checkpoint_minutes, config.checkpoint_steps)
+            minutes, steps, is_first = config.checkpoint_minutes, config.checkpoint_steps, self.ranks.index == 0
+            self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
             every = 10 if config.images else 600  # seconds: a run for weeks has a log for weeks
-            bar = stack.enter_context(Progress(f"learning ({config.policy})", config.images, every))
+            what = f"learning ({config.policy})"
+            bar = stack.enter_context(Progress(what, config.images, every, quiet=not is_first))
             bar.advance(stream.position)
-            stream.idle = self._idle
+            if self.served is not None:
+                self.served.look()
+                labels = labels_at_hand(config, self.directory.path, stream)
+                challenger = Challenger(labels, self.served, self.directory.model_with, self._tell)
+                self.challenger = stack.enter_context(closing(challenger))
+            stream.idle = self._wait
             self.notifier.ready()
-            with closing(stream.segments(config.segment, until=config.images)) as segments:
+            with closing(self._segments()) as segments:
                 for images in segments:
                     step = self._step(images)
                     bar.advance(len(images), str(step or "undone"))
-                    is_due = self.checkpoints.due()
-                    if self.asked.signal:
+                    (is_due,) = self.ranks.largest(self.checkpoints.due())
+                    if self.asked.by_any(self.ranks):
                         break
                     if is_due:
                         self._save()
+                    self._challenge()
                     self._rest(step)
             self._tell_of_the_stream(now=True)
             saved = self._save()
-        if self.asked.signal:
+            self._challenge_for_the_last_time()
+            self._show(now=True)
+        if self.asked.by_any(self.ranks):
             self.notifier.stopping()
+            with suppress(OSError, UserError):  # what the dashboard of a stopped run shows
+                self.directory.save_buffer(self.learner, self.stream)
             how = (
                 f"streamclr run with the same options and --out {self.directory.path} goes on" if saved else "not saved"
             )
-            raise Stopped(self.asked.signal, f"stopped after step {self.learner.n_steps}: {how}")
+            raise self.asked.stopped(self.ranks, f"stopped after step {self.learner.n_steps}: {how}")
         return self.seconds
+
+    def _segments(self) -> Generator[Any]:
+        """Those of the stream, as long as every rank has a whole one; the last of a process that is alone may be
+        smaller."""
+        size = self.config.segment
+        assert size is not None
+        with closing(self.stream.segments(size, until=self.config.images)) as segments:
+            for images in segments:
+                if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
+                    self.stream.account.pass_over(len(images), "no segment on another rank")
+                    return
+                yield images
+        if not self.is_over:
+            self._meet(ENDED)
+
+    def _meet(self, state: int) -> bool:
+        """Wait for all ranks' segments, or, as long as this rank has none, only look in; False if the run is over."""
+        while True:
+            worst, number = self.ranks.largest(state, self.asked.signal)
+            if worst == ENDED or (worst == AWAITED and number):
+                self.is_over, self.asked.signal = True, int(number)
+                return False
+            if worst == HERE or state != HERE:
+                return True
+            self._idle()
+
+    def _wait(self) -> bool:
+        """While there is nothing to learn from: True ends the run."""
+        self._idle()
+        # Another rank may have read its segment already, and a recording on it must not lose that.
+        return not self._meet(COMING if self.ranks.n > 1 and self.stream.exact else AWAITED)
 
     def _step(self, images: Any) -> Step | None:
         """One step and its line in the journal; None if it was undone."""
@@ -135,7 +200,7 @@ class Loop:
             raise UserError("no memory for a step: use --memory, a smaller --batch or fewer other programs") from None
         self.n_undone_in_a_row = 0
         self.seconds += step.seconds_scoring + step.seconds_training
-        line: dict[str, Any] = dataclasses.asdict(step)
+        line: dict[str, Any] = dataclasses.asdict(step) | {"time": round(time.time(), 3), "memory": memory()}
         source = self.stream.source
         if source.classes and step.number % self.mix_every == 0:
             labels = self.stream.labels(self.learner.buffer.arrivals.cpu())
@@ -146,21 +211,32 @@ class Loop:
             line["accuracy"] = curve_point(self.learner.model, source.train, source.test)
         if isinstance(self.learner.policy, Guarded):
             line["kept_out"] = dict(self.learner.policy.kept_out)
+        if self.served is not None:
+            line["served"] = self.served.current.number if self.served.current else None
         self.journal.write(line)
+        self._offer(images)
         self._watch(step)
         return step
+
+    def _offer(self, images: Any) -> None:
+        """To the draw of the images that a person may be asked about."""
+        if self.candidates:
+            try:
+                self.candidates.offer(images, self.learner.buffer.n_seen - len(images))
+            except OSError as error:
+                self.directory.tell(f"the label queue cannot be written ({error.strerror})", step=self.learner.n_steps)
+                self.candidates = None
 
     def _undone(self, why: str, n_images: int) -> None:
         self.n_undone += 1
         self.n_undone_in_a_row += 1
-        account = self.stream.account
-        account.learned -= n_images
-        account.passed["undone"] += n_images
+        self.stream.account.pass_over(n_images, "undone")
         self.directory.tell(f"step undone: {why}", step=self.learner.n_steps)
         if not self.learner.is_finite():
             raise Damaged(why)
-        if self.n_undone_in_a_row == MOST_IN_A_ROW:
-            raise UserError(f"{why}; {MOST_IN_A_ROW} steps in a row were undone: the run stops")
+        with self.ranks.together():
+            if self.n_undone_in_a_row == MOST_IN_A_ROW:
+                raise UserError(f"{why}; {MOST_IN_A_ROW} steps in a row were undone: the run stops")
 
     def _watch(self, step: Step) -> None:
         """What somebody who looks after the device should know."""
@@ -171,6 +247,21 @@ class Loop:
         self.notifier.alive(str(step))
         if self.metrics:
             self.metrics.update(**of_step(step))
+        self._show()
+
+    def _show(self, now: bool = False) -> None:
+        policy = self.learner.policy
+        self.window.update(
+            now,
+            checkpoint=self.saved or None,
+            checkpoint_failures=self.checkpoints.n_failed,
+            undone=self.n_undone,
+            kept_out=dict(policy.kept_out) if isinstance(policy, Guarded) else None,
+            served=self._about_served(),
+        )
+
+    def _about_served(self) -> dict[str, Any] | None:
+        return self.served.current.about() if self.served is not None and self.served.current else None
 
     def _tell_of_the_stream(self, now: bool = False) -> None:
         """Connections that were lost, at once; rejected frames now and then, not one by one."""
@@ -185,17 +276,21 @@ class Loop:
             self.metrics.update(
                 **of_account(account),
                 steps_undone_total=self.n_undone,
-                checkpoint_step=self.checkpoints.last,
+                checkpoint_step=self.saved,
                 checkpoint_failures_total=self.checkpoints.n_failed,
                 source_connected={name: float(is_up) for name, (is_up, _) in connections.items()},
                 source_disconnects_total={name: n for name, (_, n) in connections.items()},
             )
+            if self.challenger:
+                heads = {"taken": self.challenger.n_taken, "refused": self.challenger.n_refused}
+                self.metrics.update(**of_served(self._about_served()), challengers_total=heads)
 
-    def _idle(self) -> bool:
-        """While there is nothing to learn from: True ends the run."""
+    def _idle(self) -> None:
+        """What goes on while nothing is learned."""
         self.notifier.alive()
         self._tell_of_the_stream()
-        return bool(self.asked.signal)
+        self._challenge()
+        self._show()
 
     def _rest(self, step: Step | None) -> None:
         """A device that has other work to do learns only part of the time."""
@@ -203,59 +298,61 @@ class Loop:
             return
         spent = step.seconds_scoring + step.seconds_training
         until = time.monotonic() + spent * (1 / self.config.duty_share - 1)
-        while (left := until - time.monotonic()) > 0 and not self._idle():
+        while not self.asked.by_any(self.ranks):
+            (left,) = self.ranks.largest(until - time.monotonic())
+            if left <= 0:
+                break
+            self._idle()
             time.sleep(min(1.0, left))
 
     def _save(self) -> bool:
-        """A checkpoint, in which nothing is ever infinite or no number; False if the disk would not take it."""
-        if self.learner.n_steps == self.checkpoints.last:
+        """A checkpoint, in which nothing is ever infinite or no number; False if the disk would not take it.
+
+        One that another rank could not write is of no use: it would only take the place of those that all have.
+        """
+        if self.learner.n_steps == self.saved:
             return True  # nothing was learned since, and a checkpoint is never written over
         if not self.learner.is_finite():
             raise Damaged(f"weights, statistics or moments are not finite after step {self.learner.n_steps}")
+        (has_failed,) = self.ranks.largest(not self._save_own())
+        if has_failed:
+            self.directory.checkpoints.drop_after(self.saved)
+            return False
+        self.saved = self.learner.n_steps
+        if self.challenger:
+            self.challenger.due()
+        return True
+
+    def _save_own(self) -> bool:
+        """What this rank has."""
         try:
-            journal_bytes = self.journal.sync()
+            state = {
+                "learner": self.learner.state_dict(copy=False),
+                "stream": self.stream.state_dict(),
+                "seconds": self.seconds,
+                "journal_bytes": self.journal.sync(),
+                "ranks": self.ranks.n,
+            }
         except OSError as error:
             return self.checkpoints.failed(self.learner.n_steps, error)
-        state = {
-            "learner": self.learner.state_dict(copy=False),
-            "stream": self.stream.state_dict(),
-            "seconds": self.seconds,
-            "journal_bytes": journal_bytes,
-        }
         return self.checkpoints.save(self.learner.n_steps, state)
 
+    def _challenge(self) -> None:
+        """A copy of the encoder for a new head, if one is wanted."""
+        if self.challenger and not self.challenger.is_busy and self.challenger.wants and self.learner.is_finite():
+            weights = self.learner.model.state_dict()
+            self.challenger.give(self.learner.n_steps, {name: tensor.clone() for name, tensor in weights.items()})
 
-class Journal:
-    """A JSON line per step. A disk that is full costs lines, not the run; no line is ever broken."""
+    def _challenge_for_the_last_time(self) -> None:
+        """With the encoder as it is in the end, and all labels; not for one who asked to stop."""
+        if self.challenger and not self.asked.signal:
+            self.challenger.due()
+            while (self.challenger.is_busy or self.challenger.wants) and not self.asked.signal:
+                self._idle()
+                time.sleep(0.05)
 
-    def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
-        self._fails = False
-
-    def write(self, line: dict[str, Any]) -> None:
-        content = json_line(line).encode()
-        try:
-            if self._fails:
-                os.truncate(self._file.fileno(), self._size)  # what was left of the line before
-            if os.write(self._file.fileno(), content) < len(content):
-                raise OSError(0, "the disk is full")
-            self._size += len(content)
-            self._fails = False
-        except OSError as error:
-            if not self._fails:
-                say(f"streamclr: the journal cannot be written ({error.strerror}): going on")
-            self._fails = True
-
-    def sync(self) -> int:
-        """Its size, all of which is on the disk."""
-        if self._fails:
-            os.truncate(self._file.fileno(), self._size)
-        os.fsync(self._file.fileno())
-        return self._size
-
-    def close(self) -> None:
-        self._file.close()
+    def _tell(self, event: str) -> None:
+        self.directory.tell(event, step=self.learner.n_steps)
 
 
 class StopSignal:
@@ -268,6 +365,16 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
+
+    def by_any(self, ranks: Alone) -> bool:
+        """Whether a rank was asked, and so all are."""
+        (number,) = ranks.largest(self.signal)
+        self.signal = int(number)
+        return bool(number)
+
+    def stopped(self, ranks: Alone, message: str) -> Stopped | Silent:
+        """To be raised; the first rank speaks for all."""
+        return Silent(128 + self.signal) if ranks.index else Stopped(self.signal, message)
 
     def _note(self, number: int, _: object) -> None:
         self.signal = number

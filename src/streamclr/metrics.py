@@ -34,6 +34,10 @@ METRICS = (
     Metric("streamclr_frames_received_total", "counter", "Frames from all sources: learned, passed over or rejected."),
     Metric("streamclr_frames_passed_total", "counter", "Whole frames that were not used.", "reason"),
     Metric("streamclr_frames_rejected_total", "counter", "What was no frame that can be used.", "reason"),
+    Metric("streamclr_predictions_total", "counter", "Frames that were classified as they came."),
+    Metric("streamclr_served_version", "gauge", "Number of the version that classifies them; 0 before the first."),
+    Metric("streamclr_served_accuracy", "gauge", "Its share of right answers on the labels held back; NaN if none."),
+    Metric("streamclr_challengers_total", "counter", "New heads of this process, by what became of them.", "verdict"),
     Metric("streamclr_loss", "gauge", "Contrastive loss of the last step."),
     Metric("streamclr_score_mean", "gauge", "Mean score in the buffer; NaN for a policy that does not score."),
     Metric("streamclr_projection_spread", "gauge", "Spread of the projections; near 0 the encoder has collapsed."),
@@ -58,7 +62,15 @@ def of_account(account: Account) -> dict[str, Value]:
         "frames_received_total": account.received,
         "frames_passed_total": dict(account.passed),
         "frames_rejected_total": dict(account.rejected),
+        "predictions_total": account.predicted,
     }
+
+
+def of_served(about: Mapping[str, Any] | None) -> dict[str, Value]:
+    """The same from what is known of the version that is served, if there is one."""
+    about = about or {"version": 0, "accuracy": None}
+    accuracy = about["accuracy"]
+    return {"served_version": about["version"], "served_accuracy": math.nan if accuracy is None else accuracy}
 
 
 def of_step(step: Step) -> dict[str, Value]:

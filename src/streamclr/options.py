@@ -6,6 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable
+from dataclasses import field
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -55,6 +56,11 @@ def convert(value: Any, hint: Any, what: str) -> Any:
         if k is not types.NoneType
     )
     raise UserError(f"{what} is {value!r}: use {names}")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a command's configuration; a default of empty text must be given."""
+    return field(default=default, metadata={"help": help})
 
 
 def checked_seed(seed: int) -> int:

@@ -1,30 +1,28 @@
 """Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
 
+import math
 import sys
 from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+if TYPE_CHECKING:
+    import rich.progress
 
 
 def say(text: str) -> None:
     """A line on stderr; a log whose disk is full or whose reader is gone does not end a run."""
     with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(text + "\n", end="", file=sys.stderr, flush=True)  # whole, also where several processes write
 
 
 class Progress:
     """`with Progress("learning", 1000) as bar: bar.advance(10, "loss 4.8")`; a total of None is not known."""
 
-    def __init__(self, what: str, total: int | None, every: float = 10.0):
-        self.what, self.total, self.every, self.done = what, total, every, 0
-        self._bar = None
-        if sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = RichProgress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
+    def __init__(self, what: str, total: int | None, every: float = 10.0, quiet: bool = False):
+        self.what, self.total, self.every, self.done = what, total, math.inf if quiet else every, 0
+        self._bar = _rich_bar() if sys.stderr.isatty() and not quiet else None
 
     def __enter__(self) -> "Progress":
         self._started = self._said = perf_counter()
@@ -52,3 +50,14 @@ class Progress:
             self._bar.stop()
         elif error is None and self._said > self._started:  # it was long enough to be spoken of
             self._say("done")
+
+
+def _rich_bar() -> "rich.progress.Progress | None":
+    """None on a device that has only what `predict` needs: lines will do."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))

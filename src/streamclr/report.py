@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from streamclr.directory import RunDirectory
 from streamclr.errors import UserError
 from streamclr.options import redacted
-from streamclr.run import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,12 @@ import torch
 from streamclr import options as opts
 from streamclr.checkpoint import write_json
 from streamclr.errors import UserError
+from streamclr.experiments.asked import asked
 from streamclr.experiments.budget import budget
 from streamclr.experiments.buffer import buffer
 from streamclr.experiments.curves import curves
 from streamclr.experiments.findings import Findings
+from streamclr.experiments.fleet import fleet
 from streamclr.experiments.gradient import gradient
 from streamclr.experiments.iid import iid
 from streamclr.experiments.lab import SCALES, Lab
@@ -25,8 +27,9 @@ from streamclr.experiments.lazy import lazy
 from streamclr.experiments.lies import lies
 from streamclr.experiments.stc import stc
 from streamclr.experiments.sweep import sweep
+from streamclr.options import option
+from streamclr.places import ON
 from streamclr.report import save_plot
-from streamclr.run import option
 
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     "labels": labels,
@@ -39,6 +42,8 @@ EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     "budget": budget,
     "sweep": sweep,
     "lies": lies,
+    "asked": asked,
+    "fleet": fleet,
 }
 
 
@@ -50,8 +55,11 @@ class ReproduceConfig:
     scale: str = option("cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two cores")
     seeds: int = option(3, "how many seeds, from 0 on")
     images: int | None = option(None, "images in each run, for a quick look [the scale's own]")
-    workers: int | None = option(None, "runs side by side [one for each GPU, or each core]")
+    workers: int | None = option(
+        None, "runs side by side [one for each GPU, or each core; on Ray, as many as there is room for]"
+    )
     device: str | None = option(None, "cpu or cuda [GPUs if there are any]")
+    on: str | None = option(None, ON)
     data: str | None = option(None, "where official files of datasets are that are not in the cache")
     out: str = option("runs/reproduce", "the directory, which experiments share: what is done there is not done again")
     plan: bool = option(False, "only say what would run and how long it should take")
@@ -70,6 +78,7 @@ def reproduce(config: ReproduceConfig) -> Path:
         config.device,
         config.data,
         config.plan,
+        config.on,
     )
     findings = EXPERIMENTS[config.name](lab)
     directory = lab.out / _title(config)
@@ -81,7 +90,7 @@ def reproduce(config: ReproduceConfig) -> Path:
         "scale": config.scale,
         "seeds": config.seeds,
         "images": config.images,
-        "machine": f"{machine()}, {lab.workers} x {lab.device}",
+        "machine": f"{lab.place.name or machine()}, {lab.workers} x {lab.device}",
         "hours_of_work": lab.seconds / 3600,
         "versions": {name: version(name) for name in ("streamclr", "torch")} | {"python": platform.python_version()},
     }

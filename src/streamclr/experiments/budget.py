@@ -15,7 +15,7 @@ BATCH = 256
 
 
 def budget(lab: Lab) -> Findings:
-    images = lab.pick(paper=5_000_000, cpu=100_000)
+    images = lab.pick(paper=5_000_000, cpu=50_000)
     largest = {  # these look at the whole pool in every step
         "selective-bp": lab.pick(paper=8192, cpu=2048),
         "k-center": lab.pick(paper=8192, cpu=2048),

@@ -21,7 +21,7 @@ RATES = {8: 0.1, 32: 0.3, 128: 0.5, 256: 1.0}  # of the rate at 256; the paper's
 
 
 def buffer(lab: Lab) -> Findings:
-    n_images = {size: lab.pick(paper=5_000_000, cpu=500_000 if size > 32 else 100_000) for size in PAPER}
+    n_images = {size: lab.pick(paper=5_000_000, cpu=500_000 if size == 256 else 100_000) for size in PAPER}
     rate = SCALES[lab.scale].lr
     results = lab.do(
         {

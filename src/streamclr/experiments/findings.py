@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from streamclr.experiments.lab import Result
+from streamclr.job import Result
 from streamclr.report import Table
 
 if TYPE_CHECKING:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from streamclr.config import RunConfig
 from streamclr.encoder import infer
 from streamclr.experiments.findings import Findings, spread
-from streamclr.experiments.lab import Lab, Result
+from streamclr.experiments.lab import Lab
+from streamclr.job import Result
 from streamclr.report import Table
-from streamclr.run import RunConfig, prepare
+from streamclr.run import prepare
 from streamclr.score import contrast_score, rank_correlation
 from streamclr.views import StrongViews, flip
 
@@ -81,7 +83,7 @@ def measure(directory: Path, **config: Any) -> Result:
     source = stream.source
     assert source.test is not None
     n = min(N_BATCHES * one.segment, len(source.test))
-    looked_at = source.test.images(torch.linspace(0, len(source.test) - 1, n).long())
+    looked_at = torch.from_numpy(source.test.images(torch.linspace(0, len(source.test) - 1, n).long().numpy()))
     marks = []
     for share in MARKS:
         until = round(share * one.images)

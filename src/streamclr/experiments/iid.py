@@ -4,7 +4,8 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from streamclr.experiments.findings import NAMES, Findings, accuracy, mean_curve, spread
-from streamclr.experiments.lab import Lab, Result
+from streamclr.experiments.lab import Lab
+from streamclr.job import Result
 from streamclr.report import Table
 
 if TYPE_CHECKING:

@@ -1,19 +1,10 @@
 """Where experiments run: jobs side by side, each done once and known by what it is, so that all can be resumed."""
 
 import dataclasses
-import fcntl
-import hashlib
-import importlib
-import json
-import os
-import select
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -23,20 +14,13 @@ import torch
 
 from streamclr import data
 from streamclr import options as opts
-from streamclr.checkpoint import write_json
+from streamclr.config import RunConfig, make_learner
+from streamclr.directory import RunDirectory, held, read_json
 from streamclr.errors import UserError
-from streamclr.loop import Stopped
+from streamclr.job import RESULT, Job, Result
+from streamclr.places import open_place, work
 from streamclr.progress import Progress
-from streamclr.run import (
-    NOT_THE_RUNS,
-    RunConfig,
-    RunDirectory,
-    make_learner,
-    open_run_stream,
-    read_json,
-    resolved,
-    run,
-)
+from streamclr.run import open_run_stream, resolved, run
 from streamclr.stream import AnyStream
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and the fixed ones of two CPU cores, chosen by `reproduce sweep` with
@@ -54,40 +38,17 @@ SCALES = {
         checkpoint_minutes=1,
     ),
 }
-Result = dict[str, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A function by its name, `module:function`, and its arguments, those of a RunConfig and its own.
-
-    It is given a directory and returns JSON.
-    """
-
-    title: str
-    function: str
-    arguments: Result
-
-    @property
-    def key(self) -> str:
-        """What tells it from others: its function, and its arguments that are not the default ones."""
-        special = {
-            name: value
-            for name, value in self.arguments.items()
-            if name not in NOT_THE_RUNS and value != getattr(RunConfig, name, None)
-        }
-        known_by = json.dumps([self.function, special], sort_keys=True)
-        return f"{self.title}-{hashlib.sha256(known_by.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
 
 
 class Lab:
     """One experiment's jobs at one scale, below a directory that experiments share.
 
     images: instead of as many as the scale says.
-    workers: jobs at a time [one for each GPU, or each core].
+    workers: jobs at a time [one for each GPU, or each core; on Ray, as many as it has room for].
     data_dir: where datasets are that are not in the cache.
     only_plan: say what is to be done and how long it should take, and leave it at that.
+    on: where the jobs run, as `open_place` has it [this machine].
     """
 
     def __init__(
@@ -100,6 +61,7 @@ class Lab:
         device: str | None = None,
         data_dir: str | None = None,
         only_plan: bool = False,
+        on: str | None = None,
     ):
         if scale not in SCALES:
             raise UserError(f"no scale {scale!r}: {opts.one_of(scale, SCALES)}")
@@ -107,8 +69,8 @@ class Lab:
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}: use at least 1")
         self.out, self.scale, self.n_seeds, self.images, self.only_plan = out, scale, n_seeds, images, only_plan
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.workers = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count() or 1)
+        self.place = open_place(on, workers, device)
+        self.device, self.workers = self.place.device, self.place.workers
         self.data_dir = None if data_dir is None else Path(data_dir).expanduser()
         self.seconds = 0.0  # of work behind the results, whenever it was done
 
@@ -154,7 +116,7 @@ class Lab:
             )
             if self.only_plan:
                 raise SystemExit(0)
-            self._work(missing)
+            self._work({self._directory(job): job for job in missing})
         results = {key: read_json(self._result(job)) for key, job in places.items()}
         self.seconds += sum(result["seconds_in_all"] for result in results.values())
         return {row: [results[job.key] for job in own] for row, own in jobs.items()}
@@ -166,60 +128,9 @@ class Lab:
     def _result(self, job: Job) -> Path:
         return self.out / "jobs" / f"{job.key}.json"
 
-    def _work(self, jobs: list[Job]) -> None:
-        """A process for each job, one on each GPU or with its share of the cores."""
-        waiting = list(jobs)
-        at_work: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
-        free = list(range(self.workers))
-        n_images = sum(job.arguments["images"] or 0 for job in jobs)
-        with Progress(f"{len(jobs)} jobs, images", n_images) as bar:
-            try:
-                while waiting or at_work:
-                    while waiting and free:
-                        job, worker = waiting.pop(0), free.pop()
-                        at_work[worker] = (job, self._start(job, worker))
-                    time.sleep(0.2)
-                    for worker, (job, process) in list(at_work.items()):
-                        if process.poll() is not None:
-                            self._check(job, process.returncode)
-                            del at_work[worker]
-                            free.append(worker)
-                    done = sum(_n_seen(self._directory(job)) for job in jobs if job not in waiting)
-                    bar.advance(done - bar.done, f"{len(waiting)} waiting, {len(at_work)} at work")
-            finally:
-                for _, process in at_work.values():
-                    process.kill()
-                    process.wait()
-
-    def _prepare(self, job: Job) -> Path:
-        directory = self._directory(job)
-        directory.mkdir(parents=True, exist_ok=True)  # it exists if the job was interrupted: then it goes on
-        self._result(job).parent.mkdir(exist_ok=True)
-        write_json(directory / "job.json", asdict(job) | {"result": str(self._result(job).resolve())})
-        return directory
-
-    def _start(self, job: Job, worker: int) -> subprocess.Popen[bytes]:
-        directory = self._prepare(job)
-        env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.workers))}
-        if self.device == "cuda":
-            given = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-            env["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
-        with (directory / "log.txt").open("wb") as log:
-            # The pipe to its standard input closes when this process ends, however it ends, and so ends the job.
-            return subprocess.Popen(
-                [sys.executable, "-m", __name__, str(directory)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-            )
-
-    def _check(self, job: Job, code: int) -> None:
-        if code or not self._result(job).exists():
-            log = self._directory(job) / "log.txt"
-            last = (log.read_text("utf-8", errors="replace").strip() or "no word").splitlines()[-1]
-            raise UserError(f"{job.key} failed ({last}): see {log}")
+    def _work(self, jobs: dict[Path, Job]) -> None:
+        (self.out / "jobs").mkdir(exist_ok=True)
+        work(jobs, self.place, lambda directory: (directory / RESULT).replace(self._result(jobs[directory])))
 
     def _expected(self, jobs: list[Job]) -> str:
         """How long the jobs should take, from a step of each kind of run on this device."""
@@ -231,6 +142,8 @@ class Lab:
         ]
         if not learned:
             return "nothing to learn"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "how long they take cannot be said here, without a GPU"
         with Progress("timing a step of each kind", None):
             seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
         hours = seconds / self.workers / 3600
@@ -248,26 +161,12 @@ def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:
                 yield row[seed]
 
 
-def _n_seen(directory: Path) -> int:
-    """How many images a run has learned from: the last whole line of its journal says."""
-    journal = directory / "run" / "journal.jsonl"
-    if not journal.exists():
-        return 0
-    with journal.open("rb") as file:
-        file.seek(max(0, journal.stat().st_size - 4096))
-        lines = file.read().split(b"\n")[:-1]
-    return json.loads(lines[-1])["seen"] if lines and lines[-1].startswith(b"{") else 0
-
-
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Two labs in one directory would take each other's jobs for interrupted ones."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is at work in {out}: wait for it, or give another --out") from None
+    (out / ".lock").touch()
+    with held(out / ".lock", f"another process is at work in {out}: wait for it, or give another --out"):
         yield
 
 
@@ -333,44 +232,3 @@ def learn(directory: Path, **config: Any) -> Result:
         "relative_time": 1
         + median(step["seconds_scoring"] for step in steps) / median(step["seconds_training"] for step in steps),
     }
-
-
-def do_job(directory: Path, clock: "Clock") -> None:
-    job = read_json(directory / "job.json")
-    module, _, function = job["function"].partition(":")
-    result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])
-    write_json(Path(job["result"]), result | {"arguments": job["arguments"], "seconds_in_all": clock.read()})
-
-
-class Clock:
-    """The seconds that a job has taken, those before an interruption included."""
-
-    def __init__(self, directory: Path):
-        self.file = directory / "seconds.json"
-        self.before = read_json(self.file) if self.file.exists() else 0.0
-        self.started = time.perf_counter()
-
-    def read(self) -> float:
-        seconds = self.before + time.perf_counter() - self.started
-        write_json(self.file, seconds)
-        return seconds
-
-
-def _end_with_the_parent(clock: Clock) -> None:
-    while not select.select([0], [], [], 10)[0]:  # nothing is ever written to the pipe: it is ready when it closes
-        clock.read()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    from streamclr.allocator import keep_freed_memory
-
-    keep_freed_memory()
-    if select.select([0], [], [], 0)[0]:
-        sys.exit("left alone before it began")
-    clock = Clock(Path(sys.argv[1]))
-    threading.Thread(target=_end_with_the_parent, args=[clock], daemon=True).start()
-    try:
-        do_job(Path(sys.argv[1]), clock)
-    except (UserError, Stopped) as error:
-        sys.exit(str(error))

@@ -5,10 +5,12 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from streamclr.classifier import evaluate_supervised
+from streamclr.config import RunConfig, make_encoder
 from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, signed, spread
-from streamclr.experiments.lab import Job, Lab, Result
+from streamclr.experiments.lab import Lab
+from streamclr.job import Job, Result
 from streamclr.report import Table
-from streamclr.run import RunConfig, make_encoder, open_run_stream
+from streamclr.run import open_run_stream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,20 +6,24 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from streamclr.checkpoint import load_tensors, save_tensors
 from streamclr.classifier import extract, linear_probe
+from streamclr.config import RunConfig
 from streamclr.errors import UserError
 from streamclr.experiments.findings import Findings, spread
-from streamclr.experiments.lab import Job, Lab, Result
+from streamclr.experiments.lab import Lab
 from streamclr.guard import GUARDS
+from streamclr.job import Job, Result
 from streamclr.report import Table
-from streamclr.run import RunConfig, prepare
+from streamclr.run import prepare
+from streamclr.source import Source
 from streamclr.sources.dataset import Images
-from streamclr.stream import Source, Stream, open_stream
+from streamclr.stream import Stream, open_stream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +44,9 @@ def lies(lab: Lab) -> Findings:
     def jobs(images: int, kind: str = "", share: float = 0.0, guards: str = "off", clip: str = "") -> list[Job]:
         own: Result = {"kind": kind, "share": share, "clip": clip, "probe": images == n_accuracy, "images": images}
         runs = lab.runs(probes=0, guards=guards, images=max(images, n_share))
-        return [replace(job, function=f"{__name__}:measure", arguments=job.arguments | own) for job in runs]
+        needs = (f"{clip}.safetensors",) if clip else ()
+        function = f"{__name__}:measure"
+        return [replace(job, function=function, arguments=job.arguments | own, needs=needs) for job in runs]
 
     accuracies = {f"clean, {guards}": jobs(n_accuracy, guards=guards) for guards in ("off", "on", "quarantine")}
     accuracies |= {f"mixture, {AT:.0%}, {guards}": jobs(n_accuracy, "mixture", AT, guards) for guards in ("off", "on")}
@@ -172,19 +178,19 @@ class Lying:
 
     epoch, classes, train, test = None, (), None, None
 
-    def images(self, numbers: Tensor) -> Tensor:
-        images = self.source.images(numbers).clone()
+    def images(self, numbers: np.ndarray) -> np.ndarray:
+        images = torch.from_numpy(self.source.images(numbers))
         for row in self.lies[numbers].nonzero()[:, 0].tolist():
             number = int(numbers[row])
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + number)
             # A frozen picture is that of the last thousandth image, until the next.
-            seen = self.source.images(torch.tensor([number // 1000 * 1000]))[0]
+            seen = torch.from_numpy(self.source.images(np.array([number // 1000 * 1000])))[0]
             images[row] = KINDS[self._kinds[number]](
                 images[row] if self._kinds[number] != "frozen" else seen, generator
             )
-        return images
+        return images.numpy()
 
-    def labels(self, numbers: Tensor) -> Tensor:
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self.source.labels(numbers)
 
 
@@ -227,7 +233,6 @@ def frozen(image: Tensor, generator: torch.Generator) -> Tensor:
 
 def text(image: Tensor, generator: torch.Generator) -> Tensor:
     """Two lines of letters and digits over the image."""
-    import numpy as np
     from PIL import Image, ImageDraw, ImageFont
 
     side = image.shape[1]
@@ -265,13 +270,13 @@ class Clip:
     def __init__(self, frames: Tensor):
         self.frames = frames
 
-    def images(self, numbers: Tensor) -> Tensor:
+    def images(self, numbers: np.ndarray) -> np.ndarray:
         frames = self.frames[numbers % len(self.frames)].float()
         for frame, number in zip(frames, numbers.tolist(), strict=True):
             frame += SENSOR_NOISE * torch.randn(frame.shape, generator=torch.Generator().manual_seed(number))
-        return frames.round_().clamp_(0, 255).byte()
+        return frames.round_().clamp_(0, 255).byte().numpy()
 
-    def labels(self, numbers: Tensor) -> Tensor:
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
         raise UserError("a film has no labels")
 
 

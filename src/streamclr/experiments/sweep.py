@@ -4,13 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from streamclr.classifier import evaluate
+from streamclr.config import RunConfig
+from streamclr.directory import RunDirectory
 from streamclr.experiments.findings import ALL, Findings, accuracy, spread
-from streamclr.experiments.lab import Lab, Result
+from streamclr.experiments.lab import Lab
+from streamclr.job import Result
+from streamclr.loop import learn
 from streamclr.report import Table
-from streamclr.run import RunConfig, RunDirectory, learn, prepare
+from streamclr.run import prepare
 from streamclr.sources.dataset import ArrayImages
 
 if TYPE_CHECKING:
@@ -59,7 +63,7 @@ def validate(directory: Path, **config: Any) -> Result:
     assert train is not None
     known, held_back = (
         ArrayImages(train.images(numbers), train.labels[numbers], train.classes)
-        for numbers in torch.arange(len(train)).split(len(train) * 4 // 5)
+        for numbers in np.split(np.arange(len(train)), [len(train) * 4 // 5])
     )
     results, _ = evaluate(learner.model, known, held_back, (1.0,), one.seed)
     return results | {"seconds": seconds}

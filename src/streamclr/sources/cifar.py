@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import from_numpy
 
 from streamclr.errors import UserError
 from streamclr.sources.dataset import Splits
@@ -48,7 +47,7 @@ def _read(place: Path, train: list[str], test: list[str], n_classes: int) -> Spl
         splits = []
         for names in (train, test):
             parts = [_decoded(files, name + suffix, place, decode, n_classes) for name in names]
-            splits += [from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
+            splits += [np.concatenate(column) for column in zip(*parts, strict=True)]
         return Splits(*splits)
     return None
 

@@ -6,8 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from streamclr.errors import UserError
 from streamclr.frame import BadFrame
@@ -17,54 +15,58 @@ from streamclr.options import checked_seed, checked_stc
 class Images(Protocol):
     """Random access to images and their labels."""
 
-    labels: Tensor  # int64, one per image
+    labels: np.ndarray  # int64, one per image
     classes: tuple[str, ...]
 
     def __len__(self) -> int: ...
-    def images(self, numbers: Tensor) -> Tensor: ...
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...  # uint8, n x 3 x H x W
+    def file(self, number: int) -> str | None: ...  # where an image lies; None if it has no file of its own
 
 
 class Numbered(Protocol):
     """A source, or the labelled images of stage two."""
 
-    def images(self, numbers: Tensor) -> Tensor: ...
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...
 
 
-def readable(source: Numbered, numbers: Tensor) -> tuple[Tensor, Tensor, dict[int, BadFrame]]:
+def readable(source: Numbered, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, BadFrame]]:
     """Those of the images that can be read, their numbers, and by number what is wrong with the others."""
     try:
         return source.images(numbers), numbers, {}
     except BadFrame:  # one of them at least: again, one by one
-        parts, bad = [torch.empty(0, dtype=torch.uint8)], {}
+        parts, bad = [], {}
     for number in numbers.tolist():
         try:
-            parts.append(source.images(torch.tensor([number])))
+            parts.append(source.images(np.array([number])))
         except BadFrame as error:
             bad[number] = error
     good = [number for number in numbers.tolist() if number not in bad]
-    return torch.cat(parts), torch.tensor(good, dtype=torch.long), bad
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8), np.array(good, np.int64), bad
 
 
 class ArrayImages:
-    """Images in one tensor, n x 3 x H x W."""
+    """Images in one array, n x 3 x H x W."""
 
-    def __init__(self, images: Tensor, labels: Tensor, classes: Sequence[str]):
-        self._images, self.labels, self.classes = images, labels.long(), tuple(classes)
+    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str]):
+        self._images, self.labels, self.classes = images, labels.astype(np.int64, copy=False), tuple(classes)
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def images(self, numbers: Tensor) -> Tensor:
+    def images(self, numbers: np.ndarray) -> np.ndarray:
         return self._images[numbers]
+
+    def file(self, number: int) -> str | None:
+        return None
 
 
 class Splits(NamedTuple):
     """A dataset that fits in memory: uint8 images n x 3 x H x W and int64 labels."""
 
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
 
 
 class DatasetSource:
@@ -97,34 +99,37 @@ class DatasetSource:
         self._last_classes: list[int] = []  # of each pass so far: the next one starts with another
         self._order = lru_cache(maxsize=32)(self._make_order)
 
-    def images(self, numbers: Tensor) -> Tensor:
+    def images(self, numbers: np.ndarray) -> np.ndarray:
         return self.streamed.images(self._indices(numbers))
 
-    def labels(self, numbers: Tensor) -> Tensor:
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self.streamed.labels[self._indices(numbers)]
 
-    def _indices(self, numbers: Tensor) -> Tensor:
+    def file(self, number: int) -> str | None:
+        """Of an image of the stream."""
+        return self.streamed.file(int(self._indices(np.array([number]))[0]))
+
+    def _indices(self, numbers: np.ndarray) -> np.ndarray:
         passes, places = numbers // self.epoch, numbers % self.epoch
-        indices = torch.empty_like(numbers)
-        for pass_ in passes.unique().tolist():
+        indices = np.empty_like(numbers)
+        for pass_ in np.unique(passes).tolist():
             here = passes == pass_
             indices[here] = self._order(pass_)[places[here]]
         return indices
 
-    def _make_order(self, pass_: int) -> Tensor:
+    def _make_order(self, pass_: int) -> np.ndarray:
         if self.stc is None:
-            return torch.arange(self.epoch)
+            return np.arange(self.epoch)
         if self.stc == 1:
-            return torch.from_numpy(np.random.default_rng([self.seed, pass_]).permutation(self.epoch))
+            return np.random.default_rng([self.seed, pass_]).permutation(self.epoch)
         for earlier in range(len(self._last_classes), pass_):
             self._runs(earlier)
-        return torch.from_numpy(np.concatenate(self._runs(pass_)))
+        return np.concatenate(self._runs(pass_))
 
     def _runs(self, pass_: int) -> list[np.ndarray]:
         """The runs of one pass: no two neighbours of one class, across passes too, wherever that is possible."""
         rng = np.random.default_rng([self.seed, pass_])
-        labels = self.streamed.labels.numpy()
-        stc = self.stc or 1
+        labels, stc = self.streamed.labels, self.stc or 1
         runs = []
         for label in np.unique(labels):
             shuffled = rng.permutation(np.flatnonzero(labels == label))

@@ -4,8 +4,7 @@ import glob
 import re
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from streamclr.errors import UserError
 from streamclr.frame import BadFrame, decode, dimensions
@@ -18,16 +17,19 @@ class FileImages:
     """Images that are read from their files when asked for, scaled and cut to a square of `size` pixels."""
 
     def __init__(self, paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int):
-        self.paths, self.labels, self.classes, self.size = paths, torch.tensor(labels, dtype=torch.long), classes, size
+        self.paths, self.labels, self.classes, self.size = paths, np.array(labels, np.int64), classes, size
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def images(self, numbers: Tensor) -> Tensor:
-        images = torch.empty(len(numbers), 3, self.size, self.size, dtype=torch.uint8)
+    def images(self, numbers: np.ndarray) -> np.ndarray:
+        images = np.empty((len(numbers), 3, self.size, self.size), np.uint8)
         for row, number in enumerate(numbers.tolist()):
-            images[row] = torch.from_numpy(decode(self.paths[number], self.size)).permute(2, 0, 1)
+            images[row] = decode(self.paths[number], self.size).transpose(2, 0, 1)
         return images
+
+    def file(self, number: int) -> str | None:
+        return str(self.paths[number])
 
     def subset(self, numbers: list[int]) -> "FileImages":
         labels = self.labels[numbers].tolist()
@@ -54,7 +56,7 @@ def folder(
     if splits:
         train, test = images, _images(splits[0], images.size, images.classes)
     elif images.classes:
-        each = [(images.labels == label).nonzero()[:, 0] for label in range(len(images.classes))]
+        each = [np.flatnonzero(images.labels == label) for label in range(len(images.classes))]
         held_back = {i for numbers in each for i in numbers[4::5].tolist()}
         if held_back:
             train = images.subset([i for i in range(len(images)) if i not in held_back])

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor, from_numpy
 
 from streamclr.errors import UserError
 from streamclr.sources.dataset import Splits
@@ -20,7 +19,7 @@ def read_svhn(place: Path) -> Splits | None:
     return Splits(*_read(files[0]), *_read(files[1]))
 
 
-def _read(file: Path) -> tuple[Tensor, Tensor]:
+def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         from scipy.io import loadmat
     except ImportError:
@@ -37,4 +36,4 @@ def _read(file: Path) -> tuple[Tensor, Tensor]:
     if labels.dtype.kind not in "uif" or not np.isin(labels, range(1, 11)).all() or not len(labels):
         raise UserError(f"{file} has labels that are not 1 to 10, or none: get it again")
     digits = labels.astype(np.int64) % 10  # the digit 0 is stored as 10
-    return from_numpy(np.ascontiguousarray(images.transpose(3, 2, 0, 1))), from_numpy(digits)
+    return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), digits

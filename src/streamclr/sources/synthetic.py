@@ -3,13 +3,15 @@ for. Colour, place, size, angle, background and light say nothing of the class; 
 both."""
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from streamclr.errors import UserError
 from streamclr.options import checked_seed, checked_size, checked_stc
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Class: shape, texture.
 CLASSES = {
@@ -46,38 +48,41 @@ class Synthetic:
         self.size, self.seed, self.stc = checked_size(size), checked_seed(seed), checked_stc(stc)
         self.train, self.test = SyntheticImages(self, 5000, split=0), SyntheticImages(self, 2000, split=1)
 
-    def images(self, numbers: Tensor) -> Tensor:
+    def images(self, numbers: np.ndarray) -> np.ndarray:
         return self._frames(0, numbers // self.stc, numbers % self.stc)
 
-    def labels(self, numbers: Tensor) -> Tensor:
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self._labels(0, numbers // self.stc)
 
-    def _labels(self, split: int, tracks: Tensor) -> Tensor:
+    def _labels(self, split: int, tracks: np.ndarray) -> np.ndarray:
         """Every ten tracks show each class once, and no class follows itself."""
         n = len(CLASSES)
-        labels = torch.empty_like(tracks)
-        for block in (tracks // n).unique().tolist():
+        labels = np.empty_like(tracks)
+        for block in np.unique(tracks // n).tolist():
             order = self._order(split, block)
             if block and order[0] == self._order(split, block - 1)[-1]:
                 order[[0, 1]] = order[[1, 0]]
             here = tracks // n == block
-            labels[here] = torch.from_numpy(order)[tracks[here] % n]
+            labels[here] = order[tracks[here] % n]
         return labels
 
     def _order(self, split: int, block: int) -> np.ndarray:
         return np.random.default_rng([self.seed, split, 1, block]).permutation(len(CLASSES))
 
-    def _frames(self, split: int, tracks: Tensor, frames: Tensor) -> Tensor:
-        unique, row = tracks.unique(return_inverse=True)
+    def _frames(self, split: int, tracks: np.ndarray, frames: np.ndarray) -> np.ndarray:
+        import torch  # only to draw: to read the other sources a device needs none
+
+        unique, row = np.unique(tracks, return_inverse=True)
         drawn = [np.random.default_rng([self.seed, split, 0, t]).random(N_PARAMETERS) for t in unique.tolist()]
         parameters = torch.from_numpy(np.array(drawn, np.float32).reshape(-1, N_PARAMETERS))[row]
         noise = [
             np.random.default_rng([self.seed, split, 2, t, f]).standard_normal((3, self.size, self.size), np.float32)
             for t, f in zip(tracks.tolist(), frames.tolist(), strict=True)
         ]
-        images = render(self._labels(split, tracks), parameters, frames.float(), self.size)
+        labels, frame = torch.from_numpy(self._labels(split, tracks)), torch.from_numpy(frames).float()
+        images = render(labels, parameters, frame, self.size)
         images += 0.03 * torch.from_numpy(np.array(noise, np.float32).reshape(images.shape))
-        return (images.clamp_(0, 1) * 255).round_().byte()
+        return (images.clamp_(0, 1) * 255).round_().byte().numpy()
 
 
 class SyntheticImages:
@@ -85,30 +90,35 @@ class SyntheticImages:
 
     def __init__(self, source: Synthetic, n: int, split: int):
         self._source, self._split, self.classes = source, split, source.classes
-        self._tracks = torch.arange(n)
+        self._tracks = np.arange(n)
         self.labels = source._labels(split, self._tracks)
+
+    def file(self, number: int) -> str | None:
+        return None
 
     def __len__(self) -> int:
         return len(self._tracks)
 
-    def images(self, numbers: Tensor) -> Tensor:
+    def images(self, numbers: np.ndarray) -> np.ndarray:
         tracks = self._tracks[numbers]
         return self._source._frames(self._split, tracks, (tracks * 37) % self._source.stc)
 
 
-def render(labels: Tensor, parameters: Tensor, frame: Tensor, size: int) -> Tensor:
+def render(labels: "Tensor", parameters: "Tensor", frame: "Tensor", size: int) -> "Tensor":
     """n x 3 x size x size in about [0, 1]: each object over its background, lit."""
+    import torch
+
     drawn = iter(parameters[:, :, None, None].unbind(1))  # each n x 1 x 1, uniform in [0, 1)
 
-    def between(low: float, high: float) -> Tensor:
+    def between(low: float, high: float) -> "Tensor":
         return low + (high - low) * next(drawn)
 
-    def swing(low: float, high: float) -> Tensor:
+    def swing(low: float, high: float) -> "Tensor":
         """A value that moves slowly to and fro in [low, high] as the frames go by."""
         phase = between(0, 2 * math.pi) + between(0.02, 0.08) * t
         return (low + high) / 2 + (high - low) / 2 * phase.sin()
 
-    def colour(low: float, high: float) -> Tensor:  # n x 3 x 1 x 1: a grey with a tint
+    def colour(low: float, high: float) -> "Tensor":  # n x 3 x 1 x 1: a grey with a tint
         grey = between(low, high)
         return torch.stack([grey + between(-0.08, 0.08) for _ in range(3)], 1)
 
@@ -130,7 +140,7 @@ def render(labels: Tensor, parameters: Tensor, frame: Tensor, size: int) -> Tens
     u, v = (dx * turn.cos() + dy * turn.sin()) / radius, (dy * turn.cos() - dx * turn.sin()) / radius
     r, phi = (u**2 + v**2).sqrt(), torch.atan2(v, u)
 
-    def polygon(sides: int) -> Tensor:
+    def polygon(sides: int) -> "Tensor":
         sector = 2 * math.pi / sides
         return math.cos(sector / 2) / ((phi % sector) - sector / 2).cos()
 

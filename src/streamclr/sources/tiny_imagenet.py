@@ -4,7 +4,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from streamclr.errors import UserError
 from streamclr.sources.dataset import Images, Splits
@@ -52,5 +52,5 @@ def read_tiny_imagenet(place: Path) -> Splits | None:
     return Splits(*_all(source.train), *_all(source.test))
 
 
-def _all(images: Images) -> tuple[torch.Tensor, torch.Tensor]:
-    return images.images(torch.arange(len(images))), images.labels
+def _all(images: Images) -> tuple[np.ndarray, np.ndarray]:
+    return images.images(np.arange(len(images))), images.labels

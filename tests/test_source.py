@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from streamclr import UserError
+from streamclr.source import SOURCES, absolute_source, open_source, split_source, takes
+from streamclr.sources.capture import Feed
+
+
+def test_images_by_number_and_labels_are_arrays():
+    source = open_source("synthetic:?size=16&stc=5", seed=3)
+    images, labels = source.images(np.arange(7)), source.labels(np.arange(7))
+    assert (images.dtype, images.shape) == (np.uint8, (7, 3, 16, 16))
+    assert (labels.dtype, labels.shape) == (np.int64, (7,))
+    assert labels[0] == labels[4] != labels[5]
+    assert (source.train.labels.dtype, source.train.images(np.array([2])).shape) == (np.int64, (1, 3, 16, 16))
+
+
+def test_cameras_and_recordings_are_feeds(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "all.txt").write_text(f"# mine\nwatch:{tmp_path / 'in'}?every=2\nhttp://127.0.0.1:1/x#fps=5\n")
+    feeds = open_source(tmp_path / "all.txt", size=48)
+    assert all(isinstance(feed, Feed) for feed in feeds)
+    assert [(feed.kind, feed.every, feed.fps, feed.size) for feed in feeds] == [
+        ("watch", 2, None, 48),
+        ("http", 1, 5, 48),
+    ]
+    (tmp_path / "all.txt").write_text("synthetic:\n")
+    with pytest.raises(UserError, match="a list is of cameras and recordings"):
+        open_source(tmp_path / "all.txt")
+
+
+def test_what_a_source_takes():
+    assert all(takes(f"{name}:", "size") for name in SOURCES)
+    assert takes("synthetic:", "seed")
+    assert not takes("http://camera/1", "seed")
+
+
+def test_a_source_is_found_by_what_it_is(tmp_path):
+    assert split_source(tmp_path) == ("folder", str(tmp_path), {})
+    assert split_source("-") == ("stdin", "", {})
+    assert split_source("0") == ("camera", "/dev/video0", {})
+    assert split_source("rtsp://camera/1?a=b#size=9") == ("rtsp", "rtsp://camera/1?a=b", {"size": "9"})
+
+
+def test_absolute_source(tmp_path, monkeypatch):
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_source("folder:a b?stc=5&size=16") == f"folder:{tmp_path}/a b?stc=5&size=16"
+    assert absolute_source("a b") == f"folder:{tmp_path}/a b"
+    assert absolute_source("cifar10?stc=5") == "cifar10?stc=5"
+    assert absolute_source("synthetic:") == "synthetic:"
