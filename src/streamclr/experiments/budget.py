@@ -25,9 +25,8 @@ def budget(lab: Lab) -> Findings:
         for size in SIZES:
             if size <= largest.get(policy, size):
                 lazily = 50 if policy == "contrast" else None
-                jobs[f"{policy} {size}"] = lab.runs(
-                    policy=policy, buffer=size, batch=BATCH, segment=BATCH, rescore_every=lazily, images=images
-                )
+                settings = {"batch": BATCH, "segment": BATCH, "rescore_every": lazily, "images": images, "probes": 0}
+                jobs[f"{policy} {size}"] = lab.runs(policy=policy, buffer=size, **settings)
     results = lab.do(jobs)
     measured = {row: {"accuracy": accuracy(own)} for row, own in results.items()}
     rows = [

@@ -15,7 +15,8 @@ STC = (1, 10, 100, 500, 2500)
 
 def stc(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=50_000)
-    results = lab.do({f"{policy} {n}": lab.runs(policy=policy, stc=n, images=images) for policy in NAMES for n in STC})
+    jobs = {f"{policy} {n}": lab.runs(policy=policy, stc=n, images=images, probes=0) for policy in NAMES for n in STC}
+    results = lab.do(jobs)
     measured = {row: {"accuracy": accuracy(own)} for row, own in results.items()}
     rows = [[name, *(spread(measured[f"{policy} {n}"]["accuracy"]) for n in STC)] for policy, name in NAMES.items()]
     title = f"Accuracy on CIFAR-10 with all labels after {lab.images or images:,} images, %"
