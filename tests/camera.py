@@ -90,12 +90,12 @@ class Camera:
 
     def _listen(self):
         self._socket = socket.create_server(("127.0.0.1", self._port.number))
-        threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=self._serve, args=[self._socket], daemon=True).start()
 
-    def _serve(self):
+    def _serve(self, listener):
         while not self.stop.is_set():
             try:
-                client, _ = self._socket.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
             try:

@@ -33,7 +33,10 @@ STEP = ("number", "seen", "loss", "kept", "replaced", "rescored", "score", "spre
 def ray_here():
     """A Ray of this machine's own, and where its workers keep what they are at."""
     ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="streamclr-test-") as temporary:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="streamclr-test-", ignore_cleanup_errors=True) as temporary,
+    ):
         here = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
         patch.setenv("PYTHONPATH", here)
         patch.setenv("TMPDIR", temporary)

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,10 +157,15 @@ def test_the_spread_tells_alike_from_different():
     assert abs(learner.learn_many(images).spread) < 1e-5
 
 
+def loops_clock(monkeypatch, sleep, monotonic):
+    """For the loop alone: other threads of this process have the real one."""
+    clock = SimpleNamespace(time=time.time, sleep=sleep, monotonic=monotonic)
+    monkeypatch.setattr("streamclr.loop.time", clock)
+
+
 def test_duty_rests_between_steps(config, monkeypatch):
     slept = []
-    monkeypatch.setattr("streamclr.loop.time.sleep", slept.append)
-    monkeypatch.setattr("streamclr.loop.time.monotonic", lambda: sum(slept))  # a clock that stands still else
+    loops_clock(monkeypatch, slept.append, lambda: sum(slept))  # it stands still else
     path, _ = run(dataclasses.replace(config, duty="25%"))
     spent = sum(step["seconds_scoring"] + step["seconds_training"] for step in RunDirectory(path).steps())
     assert sum(slept) == pytest.approx(3 * spent)
@@ -206,8 +213,7 @@ def test_a_stop_ends_a_rest(config, monkeypatch):
         if len(slept) == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("streamclr.loop.time.sleep", sleep)
-    monkeypatch.setattr("streamclr.loop.time.monotonic", lambda: 0.0)  # the rest would never end
+    loops_clock(monkeypatch, sleep, lambda: 0.0)  # the rest would never end
     with pytest.raises(Stopped):
         run(dataclasses.replace(config, duty="0.1%"))
     assert len(slept) == 3

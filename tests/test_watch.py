@@ -2,6 +2,7 @@ import itertools
 import os
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ def meanwhile(monkeypatch):
         if left:
             left.popleft()()
 
-    monkeypatch.setattr("streamclr.sources.watch.time.sleep", sleep)
+    monkeypatch.setattr("streamclr.sources.watch.time", SimpleNamespace(sleep=sleep))  # other threads have the real one
     return left
 
 

@@ -105,6 +105,7 @@ class Live:
         self.arrived: Callable[[np.ndarray, int], None] = lambda frames, feed: None
         self._captures: list[Capture] = []
         self._places: list[Any] = [feed.place for feed in feeds]
+        self._over = [False for _ in feeds]  # recordings of which nothing is left
 
     @property
     def source(self) -> "Live":
@@ -146,6 +147,8 @@ class Live:
                 Capture(replace(feed, place=place, queue=max(feed.queue, 2 * n)))
                 for feed, place in zip(self.feeds, self._places, strict=True)
             ]
+            for capture, over in zip(self._captures, self._over, strict=True):
+                capture.ended = over
             try:
                 while until is None or self.position < until:
                     frames = self._read(n if until is None else min(n, until - self.position))
@@ -177,12 +180,11 @@ class Live:
                     self.arrived(parts[i][-1], i)
                 elif self.feeds[i].drops and not parts[i]:  # rejected and passed over, with no frame that is still held
                     self.account.add(self._captures[i].take_account())
-                where = redacted(self.feeds[i].where)
-                self._events += [(where, redacted(event)) for event in self._captures[i].take_events()]
-            del self._events[:-N_EVENTS]
+                self._note_events(self._captures[i])
         for capture in self._captures:
             self.account.add(capture.take_account())
         self._places = [capture.place for capture in self._captures]
+        self._over = [capture.ended and capture.feed.exact for capture in self._captures]
         self.account.learned += n - missing
         self.position += n - missing
         return np.concatenate([self._none, *(frames for own in parts for frames in own)])
@@ -215,7 +217,13 @@ class Live:
         for capture in self._captures:
             capture.close(max(0.0, deadline - time.monotonic()))
             self.account.add(capture.take_account())
+            self._note_events(capture)
         self._captures = []
+
+    def _note_events(self, capture: "Capture") -> None:
+        where = redacted(capture.feed.where)
+        self._events += [(where, redacted(event)) for event in capture.take_events()]
+        del self._events[:-N_EVENTS]
 
     def take_events(self) -> list[tuple[str, str]]:
         """What happened to which source since this was last asked."""
@@ -227,13 +235,15 @@ class Live:
         return {redacted(c.feed.where): (c.connected, c.n_lost) for c in self._captures}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "account": self.account.state_dict(), "places": list(self._places)}
+        account = self.account.state_dict()
+        return {"position": self.position, "account": account, "places": list(self._places), "over": list(self._over)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["places"]) != len(self.feeds):
             raise UserError(f"the saved stream has {len(state['places'])} sources, this one {len(self.feeds)}")
         self.position, self.account = state["position"], Account.of(state["account"])
         self._places = list(state["places"])
+        self._over = list(state.get("over", self._over))  # older checkpoints have none
 
 
 class Capture:

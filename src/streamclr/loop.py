@@ -43,7 +43,7 @@ def learn(config: "RunConfig", learner: Learner, stream: "AnyStream", directory:
     when the learner's own numbers are no longer finite.
     """
     n_returns: dict[int, int] = {}
-    with StopSignal() as asked:
+    with StopSignal(learner.ranks.n > 1) as asked:
         while True:
             try:
                 return Loop(config, learner, stream, directory, asked).run()
@@ -360,6 +360,9 @@ class StopSignal:
 
     signal = 0
 
+    def __init__(self, several: bool = False):
+        self._several = several  # ranks of one job
+
     def __enter__(self) -> "StopSignal":
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -380,6 +383,8 @@ class StopSignal:
         self.signal = number
         self.__exit__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        # torchrun ends all ranks as soon as one has failed: what this one has to say comes first, as in `Ranks`.
+        ends = self._several and kind is not None
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends and number == signal.SIGTERM else handler)

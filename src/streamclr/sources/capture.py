@@ -201,7 +201,9 @@ class Capture:
     def fetch(self, most: int, seconds: float) -> tuple[dict[str, Any], list[np.ndarray]]:
         """The answer to one ask: the oldest frames that wait, once there is one or the time is over."""
         with self._change:
-            enough = most if self.feed.exact else 1
+            # Of a recording one more than asked: only then it is known whether these are the last, and whom to ask next
+            # does not depend on who is fast.
+            enough = most + 1 if self.feed.exact else 1
             self._change.wait_for(lambda: len(self._queue) >= enough or self.ended, seconds)
             n = min(most, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
             taken = [self._queue.popleft() for _ in range(n)]
