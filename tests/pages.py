@@ -70,6 +70,6 @@ def find_chromium():
 
 def browser():
     with sync_playwright() as playwright:
-        one = playwright.chromium.launch(executable_path=find_chromium(), args=FLAGS.split())
+        one = playwright.chromium.launch(executable_path=find_chromium(), args=FLAGS.split(), timeout=120_000)
         yield one
         one.close()

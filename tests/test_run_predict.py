@@ -1,12 +1,12 @@
 """`streamclr run --predict` as a whole: real processes, a real clip, kills, stops, labels that come while it learns."""
 
 import csv
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,11 +235,8 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
         said = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=True).stdout
         assert said.startswith("version 1 (step 0, 0 labels")
         assert said.endswith("is served again, version 2 no more\n")
-        returned = time.time()
         until(lambda: newest() == 1, seconds=60)
-        last = max(line["time"] for line in predictions(path) if line["version"] == 2)
-        assert last < returned + 5  # it looks every second; the machine may be busy
-        assert any("rolled back: version 1" in event for event in events(path))
+        until(lambda: any("rolled back: version 1" in event for event in events(path)), seconds=60)
         again = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=False)
         assert again.returncode == 2
         assert again.stderr == f"streamclr: version 1 is the first of {path}: there is none before it\n"
@@ -251,8 +248,7 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
     account = Account.of(Checkpoints(path / "checkpoints").latest()[1]["stream"]["account"])
     lines = check(path, account)
     versions = [line["version"] for line in lines]
-    assert list(dict.fromkeys(versions)) == [None, 1, 2]
-    assert versions[-1] == 1
+    assert [version for version, _ in itertools.groupby(versions)] == [None, 1, 2, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -449,7 +449,9 @@ def test_the_interface_lists_all_that_changes_something(server):
 
 
 def test_other_sites_change_nothing(server, runs, ants):
-    server.page("POST", f"/api/runs/{ants}/labels", changing_routes(server)[1][2])  # so that undo has something
+    bodies = {path: body for _, path, body in changing_routes(server)}
+    path = f"/api/runs/{ants}/labels"
+    assert server.page("POST", path, bodies[path]).status == 200  # so that undo has something
     foreign, cookie = ("Origin", "http://evil.example"), server.cookie
     own = (cookie, server.origin)
     form, text = ("Content-Type", "application/x-www-form-urlencoded"), ("Content-Type", "text/plain")
@@ -852,7 +854,7 @@ def test_somebody_who_asks_too_often_has_to_wait_and_the_owner_has_not(hasty):
     time.sleep(1)
     statuses = list(ask_often("/api/runs"))
     assert statuses[:30] == [401] * 30
-    assert statuses[-1] == 429
+    assert {*statuses} == {401, 429}  # a tenth of a second between two is enough for one more
     assert hasty.owner("GET", "/api/runs").status == 200
     time.sleep(0.5)
     assert hasty.stranger("GET", "/api/runs").status == 401
@@ -986,9 +988,9 @@ def test_what_a_directory_holds_does_not_end_the_live_stream(runs, tmp_path, mon
         for status in ("[]", "{", '{"sources": []}', '{"sources": {"a": 1, "b": {}}}', '{"sources": 1, "account": 1}'):
             (path / "status.json").write_text(status)
             (path / "events.jsonl").write_text('{"time": 1}\nnull\n{"time": 1, "step": 1, "event": 1}\n')
-            await asyncio.wait_for(anext(messages), 10)
+            await asyncio.wait_for(anext(messages), 60)
             await asyncio.sleep(0.1)
-        shutil.rmtree(path)
+        path.rename(tmp_path / "gone")  # at once: whoever looks puts a file into a directory that is being emptied
         await asyncio.sleep(0.2)
         assert not following.done()
         following.cancel()

@@ -297,7 +297,8 @@ class Worker:
         """At first, as long as there is nothing to ask, and with another encoder when the run has ended or somebody
         opens the page; what another process has chosen is taken over."""
         asking, opened = self.asking, self._opened
-        self._opened = False
+        if opened:
+            self._opened = False
         try:
             newest = asking.directory.newest_encoder()
             is_new = newest not in (None, asking.model_of) or self._held_back

@@ -184,6 +184,7 @@ class Challenger:
         self.wants = labels is not None
         self.n_taken = self.n_refused = 0
         self._offered: tuple[int, dict[str, Tensor]] | None = None
+        self._lock = threading.Lock()  # of wants and _offered, which change together
         self._is_at_work = False
         self._last: tuple[int, dict[str, str]] | None = None  # the step and the labels of the last challenge
         self._told: set[str] = set()
@@ -197,8 +198,8 @@ class Challenger:
 
     def give(self, step: int, weights: dict[str, Tensor]) -> None:
         """The model as it is after a step; the tensors are not to be changed any more."""
-        self.wants = False
-        self._offered = step, weights
+        with self._lock:
+            self.wants, self._offered = False, (step, weights)
         self._wake.set()
 
     @property
@@ -240,8 +241,10 @@ class Challenger:
         self.served.look()
         if self.labels is None:
             self._tell_once(NEVER_LABELS)
-        elif self._offered is None and self.labels.changed():
-            self.wants = True
+        elif self.labels.changed():
+            with self._lock:
+                if self._offered is None:  # else they are about to be read
+                    self.wants = True
 
     def _tell_once(self, event: str) -> None:
         if event not in self._told:
