@@ -4,6 +4,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from streamclr import resnet18
 from streamclr.checkpoint import save_tensors, write_json
@@ -16,6 +17,12 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # in the background of a shell; the tests' own processes would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+settings.register_profile(  # the same examples each time, however busy the machine is
+    "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ def test_scores_ages_and_arrivals_stay_with_their_images_through_a_thousand_repl
         assert buffer.scores.tolist() == pytest.approx([scored[number] for number in numbers])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8), size=st.integers(2, 12))
 def test_any_segment_sizes(sizes, size):
     buffer = Buffer(size)

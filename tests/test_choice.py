@@ -19,7 +19,7 @@ def blobs(sizes, noise=1e-3, seed=0):
     return features + noise * draw(*features.shape, seed=seed), corner
 
 
-quick = settings(deadline=None, max_examples=25)
+quick = settings(max_examples=25)
 
 
 @quick

@@ -40,7 +40,7 @@ def blobs(n, d=6, seed=0):
     return centres[labels] + torch.randn(n, d, generator=torch.Generator().manual_seed(seed)) + 50, labels
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n_each=st.lists(st.integers(5, 60), min_size=2, max_size=5), fraction=st.floats(0.05, 0.99), seed=st.integers(0, 9)
 )

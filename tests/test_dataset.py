@@ -33,7 +33,7 @@ def run_lengths(labels):
     return [(label, len(list(group))) for label, group in itertools.groupby(labels)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n_classes=st.integers(2, 7),
     n_runs=st.integers(1, 5),
@@ -81,7 +81,7 @@ def test_stc_1_is_iid():
     assert sorted(indices(s.read(1200))) == list(range(1200))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(position=st.integers(0, 400), stc=st.sampled_from([1, 2, 5, None]), seed=st.integers(0, 5), n=st.integers(1, 50))
 def test_resumes_exactly_from_any_position(position, stc, seed, n):
     whole, resumed = stream([20] * 4, stc, seed, passes=6), stream([20] * 4, stc, seed, passes=6)

@@ -1,6 +1,7 @@
 import itertools
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,12 @@ def test_the_time_before_an_interruption_counts(tmp_path, monkeypatch):
     (tmp_path / "seconds.json").write_text("100.0")
     assert Clock(tmp_path).read() == 101
     assert Clock(tmp_path).read() == 102  # read again by the process that goes on
+
+
+def test_two_threads_read_the_time_at_once(tmp_path):
+    clock = Clock(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda _: clock.read() > 0, range(200)))
 
 
 def test_how_far_it_is_says_the_last_whole_line(tmp_path):

@@ -166,12 +166,12 @@ def test_only_this_machine_is_served(served):
     assert served._server.server_address[0] == "127.0.0.1"
 
 
-def test_a_port_that_is_taken_is_one_line_and_a_close_frees_it(served):
+def test_a_port_that_is_taken_is_one_line_and_a_close_frees_it(served, held_port):
     with pytest.raises(UserError, match=rf"port {served.port} of 127.0.0.1 .*: give another port, or --metrics 0"):
         Metrics(served.port)
     with pytest.raises(UserError, match="metrics is 70000: use a port from 1 to 65535"):
         Metrics(70_000)
-    first = Metrics(0)
+    first = Metrics(held_port)
     assert ask(first.port)[0].status == 200
     first.close()
     with pytest.raises(ConnectionRefusedError):

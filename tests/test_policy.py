@@ -44,7 +44,7 @@ def make_pool(n_old, n_new, seed=0):
     return Pool(random_images(n, seed=seed), score, age, torch.arange(n), n_buffer=n_old)
 
 
-contract = settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+contract = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @every_policy
@@ -172,7 +172,7 @@ def naive_k_center(features, size, first):
     return chosen
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(n=st.integers(2, 60), d=st.integers(1, 8), seed=st.integers(0, 50))
 def test_k_center_agrees_with_a_naive_reference(n, d, seed):
     features = torch.randn(n, d, generator=torch.Generator().manual_seed(seed))

@@ -37,7 +37,7 @@ def test_a_mirror_symmetric_image_scores_zero(model):
     assert (contrast_score(model, images) <= 1e-6).all()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(split=st.integers(1, 19), seed=st.integers(0, 9))
 def test_same_for_any_batch_composition(split, seed):
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_frames_at_rest_share_a_score_and_a_slow_change_is_not_missed():
     assert stand_ins(images[:0], 0.5).tolist() == []
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(tolerance=st.floats(0, 40), seed=st.integers(0, 50))
 def test_a_stand_in_is_earlier_near_and_stands_for_itself(tolerance, seed):
     steps = torch.randint(-3, 4, (20, 3, 4, 4), generator=torch.Generator().manual_seed(seed)).cumsum(0) + 100

@@ -118,11 +118,13 @@ class Clock:
         self.file = directory / "seconds.json"
         self.before = read_json(self.file) if self.file.exists() else 0.0
         self.started = time.perf_counter()
+        self._lock = threading.Lock()  # the job and the thread that waits for its parent's end both read it
 
     def read(self) -> float:
-        seconds = self.before + time.perf_counter() - self.started
-        write_json(self.file, seconds)
-        return seconds
+        with self._lock:
+            seconds = self.before + time.perf_counter() - self.started
+            write_json(self.file, seconds)
+            return seconds
 
 
 def _end_with_the_parent(clock: Clock) -> None:
