@@ -54,7 +54,7 @@ def test_step_tells_what_happened():
 
 
 def test_it_learns():
-    """On a stream of 32 images the loss falls below that of guessing, log(2n - 1), by far more than rounding changes."""
+    """On 32 images the loss falls below that of guessing, log(2n - 1), by far more than rounding changes."""
     learner = make(FIFOReplace(), buffer_size=32)
     images = open_stream("synthetic:?stc=1&size=16").read(32)
     losses = [learner.learn_many(images).loss for _ in range(60)]
