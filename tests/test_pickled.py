@@ -84,6 +84,10 @@ def test_traps_for_a_reader():
         read_pickle(b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", "f")
     with pytest.raises(UserError, match=r"^f is not a whole pickle"):
         read_pickle(b"c_codecs\nencode\n(Vx\nVnosuch\ntR.", "f")
+    for end in (b"K\x01s.", b"K\x01u."):  # a key whose hash overflows the stack of a reader
+        deep = b"}" + b"(" * (end[2:3] == b"u") + b")" + b"\x85" * 500_000 + end
+        with pytest.raises(UserError, match=r"^f holds a dict whose keys"):
+            read_pickle(b"\x80\x02" + deep, "f")
 
 
 def test_every_truncation_is_an_error_and_nothing_else():

@@ -42,3 +42,12 @@ def test_one_that_fails_ends_the_others(tmp_path, job):
 def test_a_place_that_there_is_not(on):
     with pytest.raises(UserError, match=rf"on is '{on}': use ray .*ray:ADDRESS"):
         open_place(on, None, None)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu", "cpu:0"])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_device_that_there_is_not(device, workers, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match=device):
+        open_place(None, workers, device)

@@ -47,3 +47,50 @@ def test_damaged_or_wrong_files_are_named(tmp_path):
     file.unlink()
     with pytest.raises(UserError, match=r"no file .*test_32x32\.mat"):
         data.load("svhn", tmp_path)
+
+
+def test_it_reads_what_scipy_reads(tmp_path):
+    """Labels of any type, and other arrays beside."""
+    images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 3), np.uint8)
+    others = {"a": np.ones((2, 2)), "cells": np.array([["x"], ["y"]], object), "struct": {"X": 1}, "text": "abc"}
+    write(tmp_path)
+    for dtype in (np.uint8, np.int16, np.float32, float, np.int64):
+        labels = np.array([[1], [10], [5]], dtype)
+        for packed in (True, False):
+            savemat(tmp_path / "train_32x32.mat", others | {"X": images, "y": labels}, do_compression=packed)
+            splits = data.load("svhn", tmp_path)
+            assert np.array_equal(splits.train_images, images.transpose(3, 2, 0, 1))
+            assert splits.train_labels.tolist() == [1, 0, 5]
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_any_damage_is_one_line_or_plain_data(tmp_path, compressed):
+    """scipy's reader ended the process on some of these."""
+    write(tmp_path, n=4, compressed=compressed)
+    file = tmp_path / "train_32x32.mat"
+    whole, rng = file.read_bytes(), np.random.default_rng(0)
+    for i in range(1000):
+        broken = bytearray(whole)
+        for _ in range(1 + i % 4):
+            broken[rng.integers(300)] = rng.integers(256)
+        file.write_bytes(broken if i % 5 else broken[: rng.integers(len(broken))])
+        try:
+            splits = data.load("svhn", tmp_path)
+        except UserError as error:
+            assert "train_32x32.mat" in str(error)  # noqa: PT017
+            assert "\n" not in str(error)  # noqa: PT017
+        else:
+            assert splits.train_images.shape[1:] == (3, 32, 32)
+
+
+def test_what_is_no_array_of_numbers_is_named(tmp_path):
+    write(tmp_path)
+    file = tmp_path / "train_32x32.mat"
+    images = np.zeros((32, 32, 3, 2), np.uint8)
+    for content in ({"X": {"a": 1}, "y": [1, 2]}, {"X": images, "y": "ab"}, {"X": images}, {"y": [1, 2]}):
+        savemat(file, content)
+        with pytest.raises(UserError, match=r"train_32x32\.mat"):
+            data.load("svhn", tmp_path)
+    file.write_bytes(b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + bytes(500))
+    with pytest.raises(UserError, match=r"train_32x32\.mat cannot be read \(it is no MATLAB 5 file\)"):
+        data.load("svhn", tmp_path)

@@ -224,6 +224,8 @@ def _mapped(file: Path) -> tuple[Splits, str]:
     """The arrays of a safetensors file where they lie, which its own numpy side would copy into memory; a checksum."""
     with file.open("rb") as content:
         n_bytes = int.from_bytes(content.read(8), "little")
+        if n_bytes > file.stat().st_size:  # as text has it: no memory is large enough
+            raise ValueError("no safetensors")
         header = json.loads(content.read(n_bytes))
     arrays = []
     for field in Splits._fields:

@@ -384,7 +384,9 @@ def new_directory(asked: str | Path | None, default: Path) -> Path:
     path = default if asked is None else Path(asked)
     try:
         if asked is not None:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            # What a process leaves that was killed as it wrote its first file does not count.
+            others = (p for p in path.iterdir() if not p.name.startswith(".config.json.")) if path.is_dir() else ()
+            if path.exists() and (not path.is_dir() or any(others)):
                 raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
             path.mkdir(parents=True, exist_ok=True)
             return path

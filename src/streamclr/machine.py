@@ -16,7 +16,7 @@ import torch
 from streamclr.data import DATASETS, is_at, is_cached
 from streamclr.data import cache_dir as data_dir
 
-EXTRAS = {"video": "av", "svhn": "scipy"}  # as pip calls them, and the package that each brings
+EXTRAS = {"video": "av"}  # as pip calls them, and the package that each brings
 GIB = 2**30
 
 

@@ -11,6 +11,7 @@ import torch
 
 from streamclr.errors import UserError
 from streamclr.job import LOG, RESULT, Job, last_word, n_seen
+from streamclr.learner import find_device
 from streamclr.progress import Progress
 
 ON = "ray: the runs are tasks of a Ray of this machine's own; ray:ADDRESS: of a cluster that is there [no Ray]"
@@ -97,10 +98,13 @@ class Processes:
     name = ""
 
     def __init__(self, workers: int | None = None, device: str | None = None):
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.workers = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count() or 1)
-        self.threads = max(1, (os.cpu_count() or 1) // self.workers)
-        self._free = list(range(self.workers))
+        found = find_device(device)
+        if found.index is not None:
+            raise UserError(f"device is {device!r}: use {found.type}; CUDA_VISIBLE_DEVICES says which GPUs")
+        self.device: str = found.type
+        self.workers: int = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count() or 1)
+        self.threads: int = max(1, (os.cpu_count() or 1) // self.workers)
+        self._free: list[int] = list(range(self.workers))
         self._at_work: dict[Path, tuple[int, subprocess.Popen[bytes]]] = {}
 
     def has_room(self) -> bool:

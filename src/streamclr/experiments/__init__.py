@@ -12,6 +12,7 @@ import torch
 
 from streamclr import options as opts
 from streamclr.checkpoint import write_json
+from streamclr.directory import read_json
 from streamclr.errors import UserError
 from streamclr.experiments.asked import asked
 from streamclr.experiments.budget import budget
@@ -81,10 +82,11 @@ def reproduce(config: ReproduceConfig) -> Path:
         config.on,
     )
     findings = EXPERIMENTS[config.name](lab)
-    directory = lab.out / _title(config)
+    directory = _place(lab.out / _title(config), config.seeds, findings)
     directory.mkdir(exist_ok=True)
     images = f" --images {config.images}" if config.images else ""
-    command = f"streamclr reproduce {config.name} --scale {config.scale} --seeds {config.seeds}{images}"
+    data = " --data DIR" if config.data else ""
+    command = f"streamclr reproduce {config.name} --scale {config.scale} --seeds {config.seeds}{images}{data}"
     facts = {
         "command": command,
         "scale": config.scale,
@@ -114,6 +116,16 @@ def _title(config: ReproduceConfig) -> str:
     """Its directory: a quick look does not take the place of the whole experiment, nor one scale that of another."""
     scale = "" if config.scale == "cpu" else f"-{config.scale}"
     return config.name + scale + (f"-{config.images}" if config.images else "")
+
+
+def _place(directory: Path, seeds: int, findings: Findings) -> Path:
+    """The directory, or one beside it if what is there has more seeds or more rows, as of a dataset not at hand now."""
+    try:
+        there = read_json(directory / "results.json")
+        is_more = there["seeds"] > seeds or not set(there["measured"]) <= set(map(str, findings.measured))
+    except (UserError, LookupError, TypeError):
+        return directory
+    return directory.with_name(f"{directory.name}-part") if is_more else directory
 
 
 def write_index(out: Path) -> None:

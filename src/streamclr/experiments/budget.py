@@ -37,6 +37,9 @@ def budget(lab: Lab) -> Findings:
     head = ["", *(f"{size:,} ({n / 2**20:g} MiB)" for size, n in zip(SIZES, n_bytes, strict=True))]
     title = f"Accuracy on CIFAR-10 with all labels after {lab.images or images:,} images, %, by images in the buffer"
     note = f"Batches of {BATCH} drawn from it, segments of {BATCH}; contrast scoring with T = 50. Not in the paper."
+    if any(most < SIZES[-1] for most in largest.values()):
+        names = " and ".join(NAMES[policy] for policy in largest)
+        note += f" {names} look at the whole pool in every step: up to {max(largest.values()):,} images here."
 
     def draw(axes: "Axes") -> None:
         for policy, name in NAMES.items():

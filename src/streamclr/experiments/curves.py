@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from streamclr.errors import UserError
 from streamclr.experiments.findings import NAMES, Findings, accuracy, against, images_to_reach, mean_curve, spread
 from streamclr.experiments.lab import Lab
 from streamclr.report import Table
@@ -41,6 +42,8 @@ def curves(lab: Lab) -> Findings:
         },
     )
     settings = {dataset: own for dataset, own in settings.items() if lab.at_hand(dataset, **own)}
+    if not settings:
+        raise UserError("none of the datasets is at hand: run 'streamclr data get cifar10' first, or give --data DIR")
     jobs = {f"{d} {p}": lab.runs(policy=p, **own) for d, own in settings.items() for p in POLICIES}
     results = lab.do(jobs)
 
@@ -75,6 +78,10 @@ def curves(lab: Lab) -> Findings:
         "Images to Random's best: until the mean kNN curve comes to the best of Random's. The paper, CIFAR-10: 76.1 % "
         "after 3.74 M images with contrast scoring and after 9.98 M with Random, 2.67 times as many."
     )
+    if lab.scale == "cpu" and "ImageNet-20" in settings:
+        note += " ImageNet-20 is here Tiny ImageNet-20: other classes, 64 px, 500 images a class."
+    if lab.left_out:
+        note += f" Not at hand, and left out: {', '.join(lab.left_out)}."
 
     def draw(axes: "Axes") -> None:
         for i, dataset in enumerate(settings):

@@ -72,6 +72,9 @@ class Lab:
         self.place = open_place(on, workers, device)
         self.device, self.workers = self.place.device, self.place.workers
         self.data_dir = None if data_dir is None else Path(data_dir).expanduser()
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise UserError(f"no directory {data_dir!r}: --data says where official files of datasets are")
+        self.left_out: list[str] = []  # datasets that are not at hand
         self.seconds = 0.0  # of work behind the results, whenever it was done
 
     def pick(self, *, paper: T, cpu: T) -> T:
@@ -100,6 +103,7 @@ class Lab:
         try:
             _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
         except UserError as error:
+            self.left_out.append(dataset)
             print(f"{dataset} is left out, --data says where it is: {' '.join(str(error).split())}", file=sys.stderr)
             return False
         return True
@@ -118,7 +122,9 @@ class Lab:
                 raise SystemExit(0)
             self._work({self._directory(job): job for job in missing})
         results = {key: read_json(self._result(job)) for key, job in places.items()}
-        self.seconds += sum(result["seconds_in_all"] for result in results.values())
+        # The learning of some is longer than all of them: the time before an interruption was not counted once.
+        spent = (max(result["seconds_in_all"], result.get("seconds_learning") or 0) for result in results.values())
+        self.seconds += sum(spent)
         return {row: [results[job.key] for job in own] for row, own in jobs.items()}
 
     def _directory(self, job: Job) -> Path:
@@ -146,9 +152,11 @@ class Lab:
             return "how long they take cannot be said here, without a GPU"
         with Progress("timing a step of each kind", None):
             seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
-        hours = seconds / self.workers / 3600
+        torch.cuda.empty_cache()  # or this process keeps the memory that the first GPU's job needs
+        n_workers = min(self.workers, len(learned))
+        hours = seconds / n_workers / 3600
         how_long = f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
-        return f"about {how_long} of learning on {self.workers} x {self.device}, evaluation not counted"
+        return f"about {how_long} of learning on {n_workers} x {self.device}, evaluation not counted"
 
 
 def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:

@@ -1,4 +1,4 @@
-"""CIFAR-10 with 1 % and 10 % of the labels, after 100 epochs without labels (Sec. IV-B)."""
+"""CIFAR-10 with 1 % and 10 % of the labels, after learning without labels: in the paper 100 epochs (Sec. IV-B)."""
 
 from pathlib import Path
 from statistics import mean
@@ -46,7 +46,8 @@ def labels(lab: Lab) -> Findings:
             cells += against(values[fraction], PAPER.get(row, PAPER_SUPERVISED)[i])
         rows.append([*cells, spread(values.get(ALL, []))])
     head = ["", *(f"{100 * float(f):g} %{what}" for f in FRACTIONS for what in (" labels", ", paper", ", difference"))]
-    accuracies = Table("Accuracy on CIFAR-10 with few labels, %", [*head, "all labels"], rows)
+    title = f"Accuracy on CIFAR-10 with few labels after {lab.images or images:,} images without, %"
+    accuracies = Table(title, [*head, "all labels"], rows)
 
     rows = []
     for policy in list(PAPER)[1:]:

@@ -61,5 +61,6 @@ def lazy(lab: Lab) -> Findings:
         axes.set_xticks(range(len(PAPER)), [row[0] for row in rows])
         axes.set_xlabel("T")
 
-    table = Table("Lazy scoring on CIFAR-10", head, rows, "The paper preserves about 90 % of the buffer in a step.")
+    title = f"Lazy scoring on CIFAR-10, {lab.images or images:,} images"
+    table = Table(title, head, rows, "The paper preserves about 90 % of the buffer in a step.")
     return Findings([table], measured, "Accuracy with all labels, %", draw)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -57,7 +58,9 @@ def _decoded(files: Files, name: str, place: Path, decode: Callable[..., Records
         raise UserError(f"{place} has no {name}: get the dataset again")
     images, labels = decode(files, name, where := f"{place}/{name}", n_classes)
     try:
-        labels = np.asarray(labels, dtype=np.int64)
+        if (given := np.asarray(labels)).dtype.kind not in "ui" and given.size:
+            raise TypeError
+        labels = given.astype(np.int64)
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where} has labels that are no whole numbers: get it again") from None
     if labels.shape != (len(images),) or not len(labels):
@@ -77,7 +80,7 @@ def _files(place: Path) -> Files:
             for member in archive:
                 if member.isfile() and (file := archive.extractfile(member)):
                     contents[Path(member.name).name] = file.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{place} is not a whole archive ({error}): get it again") from None
     return {name: (lambda data=data: data) for name, data in contents.items()}  # type: ignore[misc]
 
@@ -109,7 +112,7 @@ def _from_png(files: Files, name: str, where: str, n_classes: int) -> Records:
         with Image.open(io.BytesIO(files[name]())) as png:
             images = np.asarray(png.convert("RGB")).reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
         labels = json.loads(files["test_lables.json" if name == "test_batch.png" else "train_lables.json"]())
-    except (OSError, ValueError, SyntaxError, KeyError) as error:
+    except (OSError, ValueError, SyntaxError, KeyError, RecursionError, Image.DecompressionBombError) as error:
         raise UserError(f"{where} cannot be read ({error}): get it again") from None
     start = 0 if name == "test_batch.png" else (int(name[-5]) - 1) * len(images)
     return images, labels[start : start + len(images)] if isinstance(labels, list) else labels

@@ -67,7 +67,7 @@ def _run(data: bytes) -> Any:
                 stack.append(())
             case "DICT":
                 items = pop_to_mark()
-                stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+                stack.append(dict(_pairs(items)))
             case "LIST":
                 stack.append(pop_to_mark())
             case "TUPLE":
@@ -83,10 +83,10 @@ def _run(data: bytes) -> Any:
                 stack[-1].extend(items)
             case "SETITEM":
                 value, key = stack.pop(), stack.pop()
-                stack[-1][key] = value
+                stack[-1].update(_pairs([key, value]))
             case "SETITEMS":
                 items = pop_to_mark()
-                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+                stack[-1].update(_pairs(items))
             case "PUT" | "BINPUT" | "LONG_BINPUT":
                 memo[arg] = stack[-1]
             case "MEMOIZE":
@@ -113,6 +113,13 @@ def _run(data: bytes) -> Any:
             case name:
                 raise UserError(f"holds the pickle instruction {name}, which builds no plain data: it is refused")
     raise ValueError("it does not end")
+
+
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    """Keys and values in turn. No tuples as keys: Python overflows its stack on the hash of one that is deep enough."""
+    if not all(isinstance(key, str | bytes | int | float | None) for key in items[::2]):
+        raise UserError("holds a dict whose keys are not text or numbers: it is refused")
+    return list(zip(items[::2], items[1::2], strict=True))
 
 
 def _call(function: Any, args: tuple[Any, ...]) -> Any:

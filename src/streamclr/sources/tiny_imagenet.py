@@ -1,7 +1,9 @@
 """Twenty classes of ImageNet at 64 px: train/ and val/ with one folder per class in each, or an archive of these."""
 
+import lzma
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +43,13 @@ def read_tiny_imagenet(place: Path) -> Splits | None:
             try:
                 with tarfile.open(place) as archive:
                     archive.extractall(temporary, filter="data")
-            except (tarfile.TarError, EOFError, OSError) as error:
+            except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
                 raise UserError(f"{place} is not a whole archive ({error}): get it again") from None
-            return read_tiny_imagenet(Path(temporary))
+            try:
+                return read_tiny_imagenet(Path(temporary))
+            except UserError as error:  # names what was unpacked
+                inside = str(error).replace(f"{temporary}/", "").replace(temporary, "it")
+                raise UserError(f"{place} is not whole, or another archive ({inside}): get it again") from None
     if not (place / "train").is_dir():
         return None
     source = imagenet(str(place), classes=len(TINY_IMAGENET_20_CLASSES), size=64)
