@@ -73,3 +73,23 @@ def test_table_in_markdown_and_html(capsys):
     assert "<td>x &amp; y</td><td class=number>1 %</td>" in table.html()
     table.print()
     assert "a note" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [20, 60, 200])
+def test_no_word_of_a_table_is_cut_on_any_terminal(width, capsys, monkeypatch):
+    for name, value in {"COLUMNS": str(width), "FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    rows = [["supervised, head on an untrained encoder", "20.4 ± 0.7", "-11.7"], ["K-Center", "35.8 ± 1.4", "–"]]
+    table = Table("Title", ["", "1 % labels", "the difference from the paper"], rows, "a note")
+    table.print()
+    shown = capsys.readouterr().out
+    for row in (table.head, *rows):
+        assert all(word in shown for cell in row for word in cell.split())
+    whole = [cell for row in rows for cell in row if cell in shown]
+    assert (len(whole) == 6) == (width == 200)  # broken between words only where there is no room
+
+
+def test_a_table_in_a_file_has_a_row_on_one_line(capsys):
+    rows = [["a name " * 20, "20.4 ± 0.7"], ["b", "1"]]
+    Table("Title", ["", "1 % labels"], rows).print()
+    assert any(rows[0][0].strip() in line and rows[0][1] in line for line in capsys.readouterr().out.splitlines())

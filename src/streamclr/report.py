@@ -75,16 +75,29 @@ class Table:
         return f"{title}<table><tr>{head}</tr>{rows}</table>{note}"
 
     def print(self) -> None:
-        from rich.console import Console
+        """A row on one line if the terminal is wide enough; else cells are broken between words, but none is cut."""
+        from rich.box import SIMPLE
+        from rich.cells import cell_len
+        from rich.console import Console, ConsoleDimensions
         from rich.markup import escape
         from rich.table import Table as RichTable
 
-        table = RichTable(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
-        for i, cell in enumerate(self.head):
-            table.add_column(cell, justify="right" if i else "left")
+        columns = list(zip(self.head, *self.rows, strict=True))
+        least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        whole = [max(n, *map(cell_len, column[1:]), 0) for n, column in zip(least, columns, strict=True)]
+        console, between = Console(), 2 * len(columns)
+        fits = not console.is_terminal or sum(whole) + between <= console.width
+        widths = whole if fits else [min(whole[0], max(least[0], console.width - between - sum(least[1:]))), *least[1:]]
+        console.size = ConsoleDimensions(max(console.width, sum(widths) + between), console.height)
+        table = RichTable(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+        table.title, table.title_justify = escape(self.title), "left"
+        table.caption, table.caption_justify = escape(self.note), "left"
+        for i, (head, width) in enumerate(zip(self.head, widths, strict=True)):
+            table.add_column(escape(head), justify="right" if i else "left", width=width)
         for row in self.rows:
             table.add_row(*map(escape, row))
-        Console().print(table)
+        console.print(table)
+        console.print()
 
 
 def labels_heading(fraction: str) -> str:

@@ -31,47 +31,47 @@ def gradient(lab: Lab) -> Findings:
     runs = [replace(job, function=f"{__name__}:measure") for job in lab.runs(images=images, probes=0)]
     results = lab.do({"contrast": runs})["contrast"]
     measured: dict[str, Any] = {}
-    rows = []
+    rows: dict[str, list[list[str]]] = {pair: [] for pair in PAIRS}
     for mark in range(len(MARKS)):
         points = [result["marks"][mark] for result in results]
-        found = {key: [point[key] for point in points] for key in points[0] if key != "scatter"}
-        measured[f"{points[0]['seen']:,}"] = found
-        rows.append(
-            [
-                f"{points[0]['seen']:,}",
-                *(spread(found[f"{pair}_{what}"], 2) for pair in ("flip", "strong") for what in COLUMNS),
-            ]
-        )
-    head = [
-        "images seen",
-        *(f"{pair}: {what}" for pair in ("x and its flip", "strong views") for what in COLUMNS.values()),
-    ]
+        seen = f"{points[0]['seen']:,}"
+        measured[seen] = {key: [point[key] for point in points] for key in points[0] if key != "scatter"}
+        for pair, own in rows.items():
+            own.append(
+                [seen, *(spread(measured[seen][f"{pair}_{key}"], digits) for key, (_, digits) in COLUMNS.items())]
+            )
+    head = ["images seen", *(name for name, _ in COLUMNS.values())]
     note = (
         "The gradient is that of Eq. 4 with respect to z. Case 1 of the paper says that the lowest tenth of the scores "
         "has p+ near 1 and a gradient near 0, case 2 that the highest tenth has p+ near 0 and a large one."
     )
+    tables = [
+        Table(f"Contrast score and gradient of {name}, CIFAR-10", head, rows[pair], note if pair == "strong" else "")
+        for pair, name in PAIRS.items()
+    ]
     last = results[0]["marks"][-1]["scatter"]
 
     def draw(axes: "Axes") -> None:
-        for pair, name in (("flip", "x and its flip"), ("strong", "strong views")):
+        for pair, name in PAIRS.items():
             axes.plot(last["score"], last[pair], ".", ms=2, label=name)
         axes.set_xlabel("contrast score")
         axes.legend(fontsize=8)
 
     return Findings(
-        [Table("Contrast score and gradient, CIFAR-10", head, rows, note)],
+        tables,
         measured,
         f"Norm of the gradient of each image after {results[0]['marks'][-1]['seen']:,} images, seed 0",
         draw,
     )
 
 
-COLUMNS = {
-    "correlation": "rank correlation",
-    "gradient_low": "gradient, lowest tenth of scores",
-    "gradient_high": "highest",
-    "match_low": "p+, lowest tenth",
-    "match_high": "highest",
+PAIRS = {"flip": "x and its flip", "strong": "strong views"}
+COLUMNS = {  # name, digits
+    "correlation": ("rank correlation", 2),
+    "gradient_low": ("gradient, lowest tenth of scores", 2),
+    "gradient_high": ("gradient, highest tenth", 2),
+    "match_low": ("p+, lowest tenth", 4),
+    "match_high": ("p+, highest tenth", 4),
 }
 
 
@@ -111,7 +111,7 @@ def look(model: "ContrastiveModel", images: Tensor, n: int, temperature: float, 
     norms = dict(zip(("flip", "flip_match", "strong", "strong_match"), torch.cat(parts, 1), strict=True))
     order, tenth = score.argsort(), len(score) // 10
     found: Result = {}
-    for pair in ("flip", "strong"):
+    for pair in PAIRS:
         found[f"{pair}_correlation"] = rank_correlation(score, norms[pair])
         for name, value in (("gradient", norms[pair]), ("match", norms[f"{pair}_match"])):
             found[f"{pair}_{name}_low"] = float(value[order[:tenth]].mean())
