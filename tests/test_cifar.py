@@ -205,3 +205,45 @@ def test_traps_in_the_npm_package(name, tmp_path):
     files[name] = {"test_lables.json": b"[" * 10**5, "test_batch.png": large}[name]
     with pytest.raises(UserError, match=r"test_batch\.png cannot be read"):
         data.load("cifar10", write(tmp_path, files))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 8])
+def test_the_checksum_of_a_packed_archive_is_looked_at(cut, tmp_path):
+    """tarfile does not: a changed pixel went unnoticed."""
+    archive = pack(tmp_path / "cifar-10-binary.tar.gz", as_binary(make_batches(10)), "x")
+    content = bytearray(archive.read_bytes())
+    if not cut:  # its last eight bytes are checksum and length
+        content[-8] ^= 1
+    archive.write_bytes(content[: len(content) - cut])
+    with pytest.raises(UserError, match=r"cifar-10-binary\.tar\.gz is not a whole archive"):
+        data.load("cifar10", archive)
+
+
+@pytest.mark.parametrize("size", [b"\x80\0\0\0\x7f" + b"\xff" * 7, b"\x80\0\0\0\0\0\1" + b"\xff" * 5, None])
+def test_the_head_of_an_archive_may_say_anything(size, tmp_path):
+    file = tmp_path / "cifar-10-binary.tar"
+    member = tarfile.TarInfo("test_batch.bin")
+    member.size, member.pax_headers = 3073, {} if size else {"GNU.sparse.map": "0,x"}
+    with tarfile.open(file, "w") as archive:
+        archive.addfile(member, io.BytesIO(bytes(3073)))
+    if size:
+        content = bytearray(file.read_bytes())
+        content[124:136], content[148:156] = size, b" " * 8
+        content[148:156] = b"%06o\0 " % sum(content[:512])
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"cifar-10-binary\.tar is not a whole archive") as error:
+        data.load("cifar10", file)
+    assert "\n" not in str(error.value)
+
+
+def test_a_batch_of_the_other_cifar(tmp_path):
+    files = as_python(make_batches(10))
+    files = {"train": files["data_batch_1"], "test": files["test_batch"]}
+    with pytest.raises(UserError, match="train has no fine_labels: it is no batch of CIFAR-100"):
+        data.load("cifar100", write(tmp_path, files))
+
+
+def test_how_many_images_there_should_be_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "cache"))
+    told = data.get("cifar10", write(tmp_path, as_binary(make_batches(10))))
+    assert "test images (officially 50,000 and 10,000), not the official CIFAR-10: checksum differs" in told

@@ -227,7 +227,7 @@ def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
         (["labels", "--workers", "0"], "workers is 0"),
         (["labels", "--on", "rya"], "on is 'rya': use ray"),
         (["labels", "--images", "many"], "--images"),
-        (["labels", "--images", "10"], "before one batch of 256"),
+        (["labels", "--images", "10"], "images is 10: use at least 256"),
         (["labels", "--data", "no/such/place"], "no directory 'no/such/place': --data"),
         (["labels", "--device", "gpu"], "no device 'gpu'"),
     ],
@@ -369,6 +369,13 @@ def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):
     assert splits.train_images.shape == (40, 3, 64, 64)
     assert splits.test_labels.tolist() == list(range(20))
     assert abs(int(splits.train_images[-1, 0, 0, 0]) - 190) < 5
+    # The files of ImageNet beside it, as --data has them, are not taken for it.
+    (tmp_path / "train" / "n1").mkdir(parents=True)
+    assert np.array_equal(data.load("tiny-imagenet-20", tmp_path).train_images, splits.train_images)
+    (root / "train" / "n00000020").mkdir()
+    with pytest.raises(UserError, match="train has 21 classes, not the 20"):
+        data.load("tiny-imagenet-20", root)
+    (root / "train" / "n00000020").rmdir()
     cut = tmp_path / "cut.tar"
     cut.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match=r"cut\.tar"):
@@ -393,3 +400,16 @@ def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):
     without("nothing")
     with pytest.raises(UserError, match=r"cut\.tar .*train/n00000003/0\.JPEG"):
         data.load("tiny-imagenet-20", cut)
+
+
+def test_a_fleet_that_was_interrupted_begins_anew(tmp_path, monkeypatch):
+    """Its devices may be a round ahead of its server, and would end elsewhere."""
+    (tmp_path / "fleet" / "devices").mkdir(parents=True)
+    module = sys.modules["streamclr.experiments.fleet"]
+
+    def prepared(config):
+        raise UserError(f"there is {[path.name for path in tmp_path.iterdir()]}")
+
+    monkeypatch.setattr(module, "prepared", prepared)
+    with pytest.raises(UserError, match=r"there is \[\]"):
+        module.federated(tmp_path, split="stc", dropout=0.0, round_images=64, source="cifar10")

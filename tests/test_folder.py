@@ -167,14 +167,16 @@ def test_imagenet(tmp_path):
     assert source.classes == ("n01", "n02")
     assert (source.epoch, len(source.test)) == (8, 4)
     listed = tmp_path / "list.txt"
-    listed.write_text("n03\tthree, a long name\n\nn01\tone\n")
+    listed.write_text("n03\tthree, a long name\n\nn01\tone\n", "utf-8-sig")  # as some editors begin a file
     stream = open_stream(f"imagenet:{tmp_path}", classes=str(listed), size=16)
     assert stream.source.classes == ("n03", "n01")
     assert stream.source.stc == 100
     assert stream.read(3).shape == (3, 3, 16, 16)
 
 
-@pytest.mark.parametrize(("classes", "told"), [("4", "has 3"), ("0", "has 3"), ("nowhere.txt", "neither a number nor")])
+@pytest.mark.parametrize(
+    ("classes", "told"), [("4", "has 3"), ("0", "has 3"), ("nowhere.txt", "neither a number"), ("9" * 5000, "neither")]
+)
 def test_imagenet_bad_classes(tmp_path, classes, told):
     for split in ("train", "val"):
         class_folder(tmp_path / split, 1)
@@ -213,3 +215,7 @@ def test_natural_order_has_no_ties(tmp_path):
 def test_imagenet_needs_train_and_val(tmp_path):
     with pytest.raises(UserError, match="no folder train"):
         open_stream(f"imagenet:{tmp_path}")
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+    with pytest.raises(UserError, match="train has no folder"):
+        open_stream(f"imagenet:{tmp_path}?classes=2")

@@ -111,3 +111,11 @@ def test_any_damage_is_an_error_or_plain_data():
 def test_the_pickles_of_this_test_hold_the_instructions_they_are_meant_to():
     names = {op.name for op, _, _ in pickletools.genops(io.BytesIO(pickle.dumps(Exploit(), 2)))}
     assert {"GLOBAL", "REDUCE"} <= names
+
+
+@pytest.mark.parametrize("dtype", ["i4,(2,", "f8,(", "i4,i4", "int", "i(", "O8", "i123"])
+def test_the_type_of_an_array_is_that_of_numbers(dtype):
+    plain = pickle.dumps(np.zeros(4, np.uint8), 2)
+    content = plain.replace(b"X\x02\x00\x00\x00u1", b"X" + len(dtype).to_bytes(4, "little") + dtype.encode())
+    with pytest.raises(UserError, match="only numbers are read"):
+        read_pickle(content, "file")

@@ -38,6 +38,11 @@ def test_one_that_fails_ends_the_others(tmp_path, job):
     assert not (directories[1] / RESULT).exists()
 
 
+def test_one_that_was_killed_is_told(tmp_path, job):
+    with pytest.raises(UserError, match=r"^a-\w+ failed, killed by signal 9 \(.*\): see .*log.txt$"):
+        work({tmp_path / "jobs" / "a": job("die_once", "a")}, Processes(1, "cpu"), lambda directory: None)
+
+
 @pytest.mark.parametrize("on", ["Ray", "ray:", "rya", "slurm:there", ""])
 def test_a_place_that_there_is_not(on):
     with pytest.raises(UserError, match=rf"on is '{on}': use ray .*ray:ADDRESS"):

@@ -1,3 +1,5 @@
+from urllib.parse import urlencode
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,12 @@ def test_absolute_source(tmp_path, monkeypatch):
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path)
     assert absolute_source("folder:a b?stc=5&size=16") == f"folder:{tmp_path}/a b?stc=5&size=16"
+    (tmp_path / "list.txt").touch()
+    assert (
+        absolute_source("imagenet:a b?classes=list.txt")
+        == f"imagenet:{tmp_path}/a b?{urlencode({'classes': tmp_path / 'list.txt'})}"
+    )
+    assert absolute_source("imagenet:a b?classes=20") == f"imagenet:{tmp_path}/a b?classes=20"
     assert absolute_source("a b") == f"folder:{tmp_path}/a b"
     assert absolute_source("cifar10?stc=5") == "cifar10?stc=5"
     assert absolute_source("synthetic:") == "synthetic:"

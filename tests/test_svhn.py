@@ -92,5 +92,16 @@ def test_what_is_no_array_of_numbers_is_named(tmp_path):
         with pytest.raises(UserError, match=r"train_32x32\.mat"):
             data.load("svhn", tmp_path)
     file.write_bytes(b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + bytes(500))
-    with pytest.raises(UserError, match=r"train_32x32\.mat cannot be read \(it is no MATLAB 5 file\)"):
+    with pytest.raises(UserError, match=r"train_32x32\.mat cannot be read \(it is MATLAB 7\.3 in HDF5, not MATLAB 5"):
         data.load("svhn", tmp_path)
+    savemat(file, {"X": images.astype(float), "y": [1, 2]})
+    with pytest.raises(UserError, match=r"train_32x32\.mat holds X \(32, 32, 3, 2\) of float64"):
+        data.load("svhn", tmp_path)
+
+
+def test_another_file_beside_them_is_not_taken_for_them(tmp_path):
+    write(tmp_path)
+    (other := tmp_path / "extra_32x32.mat").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"no files of SVHN at .*extra_32x32\.mat"):
+        data.load("svhn", other)
+    assert len(data.load("svhn", tmp_path / "test_32x32.mat").train_images) == 9

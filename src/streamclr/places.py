@@ -35,7 +35,7 @@ class Place(Protocol):
     def start(self, job: Job, directory: Path) -> None: ...
 
     def ended(self) -> list[tuple[Path, str]]:
-        """The directories of those that ended since it was last asked, and where they ran."""
+        """The directories of those that ended since it was last asked, and where they ran or what ended them."""
 
     @property
     def n_at_work(self) -> int: ...
@@ -120,8 +120,13 @@ class Processes:
 
     def ended(self) -> list[tuple[Path, str]]:
         ended = [path for path, (_, process) in self._at_work.items() if process.poll() is not None]
-        self._free += [self._at_work.pop(path)[0] for path in ended]
-        return [(path, "") for path in ended]
+        told = []
+        for path in ended:
+            worker, process = self._at_work.pop(path)
+            self._free.append(worker)
+            killed = f", killed by signal {-process.returncode}" if process.returncode < 0 else ""
+            told.append((path, killed))
+        return told
 
     @property
     def n_at_work(self) -> int:

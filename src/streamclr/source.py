@@ -125,6 +125,8 @@ def absolute_source(source: str) -> str:
     if name in URLS.values() or name == "stdin":
         return source
     # A link stays one: /dev/v4l/by-id/… is the same camera after a restart, /dev/video0 may be another.
+    if name == "imagenet" and os.path.isfile(listed := os.path.expanduser(options.get("classes", ""))):
+        options["classes"] = os.path.abspath(listed)
     where = f":{os.path.abspath(os.path.expanduser(path))}" if path else ":" * (":" in source)
     return name + where + (f"?{urlencode(options)}" if options else "")
 

@@ -1,5 +1,6 @@
 """A fleet: ten devices that share an encoder and no image, against each alone and one learner that sees it all."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -97,6 +98,8 @@ def _facts(results: dict[str, list[Result]]) -> dict[str, Any]:
 
 
 def federated(directory: Path, split: str, dropout: float, round_images: int, **config: Any) -> Result:
+    # One that was interrupted begins anew: its devices may be a round ahead of its server.
+    shutil.rmtree(directory / "fleet", ignore_errors=True)
     asked = SimulateConfig(
         **config | {"images": None, "out": str(directory / "fleet")},
         devices=N_DEVICES,

@@ -65,9 +65,10 @@ class Lab:
     ):
         if scale not in SCALES:
             raise UserError(f"no scale {scale!r}: {opts.one_of(scale, SCALES)}")
-        for name, value in {"seeds": n_seeds, "images": images, "workers": workers}.items():
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}: use at least 1")
+        one_batch = SCALES[scale].buffer
+        for name, value, least in (("seeds", n_seeds, 1), ("images", images, one_batch), ("workers", workers, 1)):
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}: use at least {least}")
         self.out, self.scale, self.n_seeds, self.images, self.only_plan = out, scale, n_seeds, images, only_plan
         self.place = open_place(on, workers, device)
         self.device, self.workers = self.place.device, self.place.workers

@@ -2,9 +2,6 @@
 
 import io
 import json
-import lzma
-import tarfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from streamclr.errors import UserError
+from streamclr.sources.archive import open_archive
 from streamclr.sources.dataset import Splits
 from streamclr.sources.pickled import read_pickle
 
@@ -29,6 +27,7 @@ CIFAR100_CLASSES = tuple(
 Records = tuple[np.ndarray, Any]  # images n x 3 x 32 x 32, labels n
 Files = dict[str, Callable[[], bytes]]
 _LABELS = {10: "labels", 100: "fine_labels"}
+_JSON = {False: "train_lables.json", True: "test_lables.json"}  # of the test images, or not
 
 
 def read_cifar10(place: Path) -> Splits | None:
@@ -41,8 +40,9 @@ def read_cifar100(place: Path) -> Splits | None:
 
 
 def _read(place: Path, train: list[str], test: list[str], n_classes: int) -> Splits | None:
-    files = _files(place)
-    for suffix, decode in {"": _from_pickle, ".bin": _from_binary, ".png": _from_png}.items():
+    decoders = {"": _from_pickle, ".bin": _from_binary, ".png": _from_png}
+    files = _files(place, {name + suffix for name in train + test for suffix in decoders} | set(_JSON.values()))
+    for suffix, decode in decoders.items():
         if not any(name + suffix in files for name in train + test):
             continue
         splits = []
@@ -70,18 +70,16 @@ def _decoded(files: Files, name: str, place: Path, decode: Callable[..., Records
     return images, labels
 
 
-def _files(place: Path) -> Files:
+def _files(place: Path, wanted: set[str]) -> Files:
     """Base names to contents, of a folder or an archive."""
     if place.is_dir():
         return {p.name: p.read_bytes for p in place.iterdir() if p.is_file()}
     contents = {}
-    try:
-        with tarfile.open(place) as archive:
-            for member in archive:
-                if member.isfile() and (file := archive.extractfile(member)):
-                    contents[Path(member.name).name] = file.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{place} is not a whole archive ({error}): get it again") from None
+    with open_archive(place) as archive:
+        for member in archive:
+            name = Path(member.name).name
+            if name in wanted and member.isfile() and (file := archive.extractfile(member)):
+                contents[name] = file.read()
     return {name: (lambda data=data: data) for name, data in contents.items()}  # type: ignore[misc]
 
 
@@ -90,6 +88,8 @@ def _from_pickle(files: Files, name: str, where: str, n_classes: int) -> Records
     if not isinstance(batch, dict):
         raise UserError(f"{where} holds no dict: it is no CIFAR batch")
     data, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", _LABELS[n_classes]))
+    if labels is None:
+        raise UserError(f"{where} has no {_LABELS[n_classes]}: it is no batch of CIFAR-{n_classes}")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
         raise UserError(f"{where} has no uint8 data of n x 3072: it is no CIFAR batch, or a damaged one")
     return data.reshape(-1, 3, 32, 32), labels
@@ -111,7 +111,7 @@ def _from_png(files: Files, name: str, where: str, n_classes: int) -> Records:
     try:
         with Image.open(io.BytesIO(files[name]())) as png:
             images = np.asarray(png.convert("RGB")).reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
-        labels = json.loads(files["test_lables.json" if name == "test_batch.png" else "train_lables.json"]())
+        labels = json.loads(files[_JSON[name == "test_batch.png"]]())
     except (OSError, ValueError, SyntaxError, KeyError, RecursionError, Image.DecompressionBombError) as error:
         raise UserError(f"{where} cannot be read ({error}): get it again") from None
     start = 0 if name == "test_batch.png" else (int(name[-5]) - 1) * len(images)

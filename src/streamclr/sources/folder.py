@@ -1,6 +1,7 @@
 """Image files: a folder with one sub-folder per class, a flat folder, and subsets of ImageNet."""
 
 import glob
+import os
 import re
 from pathlib import Path
 
@@ -84,16 +85,17 @@ def imagenet(
             raise UserError(
                 f"{root} has no folder {split}: ImageNet is expected as train/CLASS/*.JPEG and val/CLASS/*.JPEG"
             )
-    present = sorted(p.name for p in (root / "train").iterdir() if p.is_dir() and not p.name.startswith("."))
-    wanted = str(classes)
-    if re.fullmatch("-?[0-9]+", wanted):
+    if not (present := class_folders(root / "train")):
+        raise UserError(f"{root / 'train'} has no folder: ImageNet is expected unpacked, as train/CLASS/*.JPEG")
+    wanted = os.path.expanduser(str(classes))
+    if re.fullmatch("-?[0-9]{1,9}", wanted):
         if not 1 <= int(wanted) <= len(present):
             raise UserError(f"classes={classes}, and {root / 'train'} has {len(present)}: use 1 to {len(present)}")
         names = present[: int(wanted)]
     else:
-        if not Path(wanted).is_file():
+        if not os.path.isfile(wanted):
             raise UserError(f"classes={classes} is neither a number nor a file that lists class folders")
-        lines = Path(wanted).read_text("utf-8", errors="replace").splitlines()
+        lines = Path(wanted).read_text("utf-8-sig", errors="replace").splitlines()
         names = [line.split()[0] for line in lines if line.strip()]
         for i, name in enumerate(names):
             if name not in present:
@@ -104,6 +106,10 @@ def imagenet(
             raise UserError(f"{classes} lists no class: write one folder name per line")
     train, test = (_images(root / split, size, tuple(names)) for split in ("train", "val"))
     return DatasetSource(train, train, test, stc, seed, passes)
+
+
+def class_folders(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
 def _directory(path: str, scheme: str) -> Path:

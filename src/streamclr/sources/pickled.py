@@ -5,6 +5,7 @@ numbers and numpy arrays, which is what CIFAR's official python version consists
 """
 
 import pickletools
+import re
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,7 @@ def _finished(value: Any, done: dict[int, Any]) -> Any:
 def _dtype(value: _Array) -> np.dtype:
     code = value.made_with[1]
     text = code.decode() if isinstance(code, bytes) else code
-    if text.strip("<>|=")[:1] not in ("u", "i", "f", "b"):
+    if not re.fullmatch("[<>|=]?[uifb][0-9]{1,2}", text):
         raise UserError(f"holds an array of dtype {text}: only numbers are read")
     order = value.state[1] if value.state else "<"
     return np.dtype(text).newbyteorder(">" if order in (">", b">") else "<")

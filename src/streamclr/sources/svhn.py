@@ -18,9 +18,8 @@ _NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f
 
 def read_svhn(place: Path) -> Splits | None:
     """The dataset in a folder with train_32x32.mat and test_32x32.mat; None if neither is there."""
-    folder = place.parent if place.is_file() else place
-    files = [folder / "train_32x32.mat", folder / "test_32x32.mat"]
-    if not any(file.exists() for file in files):
+    files = [(place.parent if place.is_file() else place) / f"{split}_32x32.mat" for split in ("train", "test")]
+    if not any(file.exists() for file in files) or (place.is_file() and place not in files):
         return None
     return Splits(*_read(files[0]), *_read(files[1]))
 
@@ -36,7 +35,8 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
     except (OSError, ValueError, IndexError, OverflowError, MemoryError, struct.error, zlib.error) as error:
         raise UserError(f"{file} cannot be read ({error}): get it again") from None
     if images.dtype != np.uint8 or images.shape[:3] != (32, 32, 3) or images.shape[3:] != labels.shape:
-        raise UserError(f"{file} holds X {images.shape} and y {labels.shape}, not 32 x 32 x 3 x n and n: get it again")
+        holds = f"X {images.shape} of {images.dtype} and y {labels.shape}"
+        raise UserError(f"{file} holds {holds}, not 32 x 32 x 3 x n of uint8 and n: get it again")
     if not np.isin(labels, range(1, 11)).all() or not len(labels):
         raise UserError(f"{file} has labels that are not 1 to 10, or none: get it again")
     digits = labels.astype(np.int64) % 10  # the digit 0 is stored as 10
@@ -47,7 +47,8 @@ def _arrays(data: bytes) -> dict[str, np.ndarray]:
     """The arrays X and y of a MATLAB 5 file, packed or not; others are passed over."""
     order = {b"IM": "<", b"MI": ">"}.get(data[126:128])
     if order is None or data[125 if order == "<" else 124] != 1:
-        raise ValueError("it is no MATLAB 5 file")
+        hdf5 = data.startswith((b"MATLAB 7.3", b"\x89HDF"))
+        raise ValueError(f"it is {'MATLAB 7.3 in HDF5, not' if hdf5 else 'no'} MATLAB 5 as the official file is")
     found = {}
     for kind, content in _elements(memoryview(data)[128:], order):
         if kind == _COMPRESSED:

@@ -1,16 +1,14 @@
 """Twenty classes of ImageNet at 64 px: train/ and val/ with one folder per class in each, or an archive of these."""
 
-import lzma
-import tarfile
 import tempfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from streamclr.errors import UserError
+from streamclr.sources.archive import open_archive
 from streamclr.sources.dataset import Images, Splits
-from streamclr.sources.folder import imagenet
+from streamclr.sources.folder import class_folders, imagenet
 
 TINY_IMAGENET_20_CLASSES = (  # in the order of their folders, n01774750 to n09428293
     "tarantula",
@@ -40,11 +38,8 @@ def read_tiny_imagenet(place: Path) -> Splits | None:
     """The dataset in a folder or in its archive; None if there is no train/."""
     if place.is_file():
         with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
-            try:
-                with tarfile.open(place) as archive:
-                    archive.extractall(temporary, filter="data")
-            except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
-                raise UserError(f"{place} is not a whole archive ({error}): get it again") from None
+            with open_archive(place) as archive:
+                archive.extractall(temporary, filter="data")
             try:
                 return read_tiny_imagenet(Path(temporary))
             except UserError as error:  # names what was unpacked
@@ -52,7 +47,9 @@ def read_tiny_imagenet(place: Path) -> Splits | None:
                 raise UserError(f"{place} is not whole, or another archive ({inside}): get it again") from None
     if not (place / "train").is_dir():
         return None
-    source = imagenet(str(place), classes=len(TINY_IMAGENET_20_CLASSES), size=64)
+    source = imagenet(str(place), classes=(n := len(TINY_IMAGENET_20_CLASSES)), size=64)
+    if (n_there := len(class_folders(place / "train"))) > n:
+        raise UserError(f"{place / 'train'} has {n_there} classes, not the {n} of Tiny ImageNet-20: give its archive")
     assert source.train is not None
     assert source.test is not None
     return Splits(*_all(source.train), *_all(source.test))
