@@ -75,7 +75,7 @@ class Table:
         return f"{title}<table><tr>{head}</tr>{rows}</table>{note}"
 
     def print(self) -> None:
-        """A row on one line if the terminal is wide enough; else cells are broken between words, but none is cut."""
+        """A row on one line if there is room; else names, heads, then cells are broken between words; none is cut."""
         from rich.box import SIMPLE
         from rich.cells import cell_len
         from rich.console import Console, ConsoleDimensions
@@ -83,11 +83,13 @@ class Table:
         from rich.table import Table as RichTable
 
         columns = list(zip(self.head, *self.rows, strict=True))
-        least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-        whole = [max(n, *map(cell_len, column[1:]), 0) for n, column in zip(least, columns, strict=True)]
+        words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        cells = [max(n, *map(cell_len, column[1:]), 0) for n, column in zip(words, columns, strict=True)]
+        whole = [max(map(cell_len, column)) for column in columns]
         console, between = Console(), 2 * len(columns)
-        fits = not console.is_terminal or sum(whole) + between <= console.width
-        widths = whole if fits else [min(whole[0], max(least[0], console.width - between - sum(least[1:]))), *least[1:]]
+        room = console.width - between if console.is_terminal else sum(whole)
+        others = next((fit for fit in (whole, cells) if words[0] + sum(fit[1:]) <= room), words)[1:]
+        widths = [min(whole[0], max(words[0], room - sum(others))), *others]
         console.size = ConsoleDimensions(max(console.width, sum(widths) + between), console.height)
         table = RichTable(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
         table.title, table.title_justify = escape(self.title), "left"
