@@ -23,6 +23,7 @@ lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
 
 screenshots: .venv/.dev .venv/.chromium
 	.venv/bin/python tests/screenshots.py

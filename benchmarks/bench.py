@@ -35,10 +35,10 @@ from streamclr import (
     open_stream,
     resnet18,
 )
-from streamclr.allocator import keep_freed_memory
+from streamclr.base.files import json_line
 from streamclr.buffer import Buffer
-from streamclr.checkpoint import json_line
-from streamclr.chunked import backward
+from streamclr.compute.allocator import keep_freed_memory
+from streamclr.compute.chunked import backward
 from streamclr.loss import nt_xent
 from streamclr.policy import POLICIES
 from streamclr.score import rank_correlation, stand_ins
@@ -171,9 +171,10 @@ def cifar():
 ACCURACY = """
 import json, torch
 from streamclr import ContrastScoring, Learner, open_stream, resnet18
-from streamclr.allocator import keep_freed_memory
-from streamclr.classifier import extract, knn_probe
-from streamclr.encoder import seeded
+from streamclr.compute.allocator import keep_freed_memory
+from streamclr.classifier import knn_probe
+from streamclr.runs.evaluation import extract
+from streamclr.encoders.inference import seeded
 keep_freed_memory()
 stream = open_stream("cifar10", stc=500, seed=$seed)
 with seeded($seed):
@@ -193,8 +194,8 @@ print(json.dumps([(guess == tested.labels).double().mean().item()]))
 STREAM = """
 import json, time, torch
 from streamclr import ContrastScoring, Learner, open_stream, resnet18
-from streamclr.allocator import keep_freed_memory
-from streamclr.budget import MIB, resident
+from streamclr.compute.allocator import keep_freed_memory
+from streamclr.compute.memory import MIB, resident
 keep_freed_memory()
 stream = open_stream("synthetic:?size=16&stc=64")
 segments = [stream.read(256) for _ in range(20)]
@@ -250,7 +251,7 @@ def long_runs(n_images: int = 20_480, n_streamed: int = 200_000) -> None:
 MEMORY = """
 import json, torch
 from streamclr import Learner, resnet18
-from streamclr.budget import peak
+from streamclr.compute.memory import peak
 learner = Learner(resnet18($width, stem=$stem, norm=$norm), buffer_size=256, device="cpu", memory=$memory)
 images = torch.randint(256, (256, 3, $size, $size), dtype=torch.uint8)
 learner.learn_many(images)
@@ -336,7 +337,7 @@ def gradient(model: torch.nn.Module, views: torch.Tensor, size: int | None) -> t
 GROWTH = """
 import json, statistics, torch
 from streamclr import ContrastScoring, Learner, open_stream, resnet18
-from streamclr.budget import MIB, peak
+from streamclr.compute.memory import MIB, peak
 learner = Learner(resnet18(8), ContrastScoring(50), buffer_size=$size, batch_size=$batch, device="cpu")
 stream = open_stream("synthetic:?size=32&stc=1")
 for _ in range(0, $size, 256):
@@ -426,16 +427,16 @@ def overhead(width: int = 16) -> None:
 
 def predicting(width: int = 16, segment: int = 128) -> None:
     """What `run --predict` adds to a step: every image of a segment classified, on one thread."""
-    from streamclr.classifier import Classifier
-    from streamclr.parity import one_thread
-    from streamclr.served import Score, Version
+    from streamclr.classifier import Head
+    from streamclr.models.parity import one_thread
+    from streamclr.models.versions import Score, Version
 
     def costs(size: int) -> tuple[float, float]:
         """Of a step: the images of a segment some at a time, and one by one."""
         encoder, policy = resnet18(width, "small" if size < 64 else "imagenet"), ContrastScoring(rescore_every=50)
         learner = Learner(encoder, policy, buffer_size=segment, device="cpu")
         new, nobody = images(segment, size), frozenset[str]()
-        model, head = copy.deepcopy(learner.model), Classifier(learner.model.n_features, 10)
+        model, head = copy.deepcopy(learner.model), Head(learner.model.n_features, 10)
         version = Version(model, head, tuple("abcdefghij"), 0, nobody, nobody, Score(0, 0, 0.0))
         step = seconds(lambda: learner.learn_many(new))
         some, one = (seconds(lambda n=n: [version.probabilities(part) for part in new.split(n)]) for n in (64, 1))
@@ -506,12 +507,13 @@ def dashboard(width: int = 16, n_clients: int = 20, phase: float = 12.0, n_phase
 
 def shipped() -> None:
     """The exported files against PyTorch, one thread: CIFAR-10's test images, encoders that learned a little."""
-    from streamclr.classifier import extract, train_head
-    from streamclr.encoder import seeded
-    from streamclr.export import looked_again, make_onnx, open_onnx
-    from streamclr.parity import compare, race
-    from streamclr.quantise import Calibration
-    from streamclr.shipped import Shipped
+    from streamclr.classifier import train_head
+    from streamclr.encoders.inference import seeded
+    from streamclr.models.export import looked_again, make_onnx, open_onnx
+    from streamclr.models.formats.quantise import Calibration
+    from streamclr.models.parity import compare, race
+    from streamclr.models.shipped import Shipped
+    from streamclr.runs.evaluation import extract
 
     test = cifar()
     if test is None:
@@ -575,9 +577,9 @@ def shipped() -> None:
 
 
 def executorch(module, buffer: torch.Tensor, unseen: torch.Tensor) -> None:
-    from streamclr.export import make_executorch, open_executorch
-    from streamclr.parity import compare
-    from streamclr.quantise import Calibration
+    from streamclr.models.export import make_executorch, open_executorch
+    from streamclr.models.formats.quantise import Calibration
+    from streamclr.models.parity import compare
 
     if not find_spec("executorch"):
         row("ExecuTorch", "skipped: not installed", "pip install -c constraints.txt -e '.[executorch]'")
@@ -598,8 +600,8 @@ def executorch(module, buffer: torch.Tensor, unseen: torch.Tensor) -> None:
 RANKS = """
 import json, os, sys, time, torch
 from streamclr import ContrastScoring, Learner, open_stream, resnet18
-from streamclr.allocator import keep_freed_memory
-from streamclr.distributed import join
+from streamclr.compute.allocator import keep_freed_memory
+from streamclr.compute.ranks import join
 keep_freed_memory()
 torch.set_num_threads(1)
 with join("cpu") as ranks:

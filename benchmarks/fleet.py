@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 
-from streamclr.encoder import ContrastiveModel, resnet18
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import resnet18
 from streamclr.fleet.average import Average, Update, Weights, exchanged
-from streamclr.fleet.config import KeysConfig
 from streamclr.fleet.flower import need_flower
 from streamclr.fleet.keys import make_keys
+from streamclr.fleet.options import KeysOptions
 from streamclr.fleet.rounds import read_rounds
 
 STEMS = {8: "half", 16: "small", 64: "small"}
@@ -185,7 +186,7 @@ class Processes:
             except OSError:
                 continue
             below += map(int, " ".join(tasks).split())
-            if "streamclr.fleet.superlink" in command:
+            if "streamclr.fleet.flower.superlink" in command:
                 kinds.append(("SuperLink", pid))
             elif "flwr-serverapp" in command:
                 kinds.append(("app", pid))
@@ -205,7 +206,7 @@ def free_port() -> int:
 def whole_server(width: int, n: int, place: Path) -> str:
     """A row of the table."""
     keys, out, port = place / "keys", place / "server", free_port()
-    make_keys(KeysConfig(str(keys), devices=n))
+    make_keys(KeysOptions(str(keys), devices=n))
     options = {"keys": keys, "out": out, "port": port, "width": width, "stem": STEMS[width], "size": 32}
     options |= {"min-devices": n, "rounds": ROUNDS + 1, "round-images": 1, "deadline": MOST_SECONDS}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]

@@ -7,11 +7,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from streamclr import resnet18
-from streamclr.checkpoint import save_tensors, write_json
-from streamclr.classifier import Classifier
-from streamclr.config import RunConfig, make_encoder
-from streamclr.directory import RunDirectory
-from streamclr.encoder import ContrastiveModel, infer
+from streamclr.base.files import write_json
+from streamclr.base.tensors import save_tensors
+from streamclr.classifier import Head
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -56,7 +59,7 @@ def random_images(n, size=16, seed=0):
 
 def made_run(path, size=32, **options):
     """A run directory with a model that has seen a few images."""
-    config = RunConfig(size=size, **{"width": 4, "stem": "small"} | options)
+    config = RunOptions(size=size, **{"width": 4, "stem": "small"} | options)
     directory = RunDirectory(path)
     path.mkdir()
     write_json(path / "config.json", dataclasses.asdict(config))
@@ -64,7 +67,7 @@ def made_run(path, size=32, **options):
     model = ContrastiveModel(make_encoder(config))
     for seed in range(3):
         model(random_images(16, size, seed) / 255)
-    head = Classifier(model.n_features, 5)
+    head = Head(model.n_features, 5)
     head.fit_scale(infer(model, random_images(64, size), model.features))
     torch.nn.init.normal_(head.linear.weight, std=0.3)
     directory.save_model(model)
@@ -94,7 +97,7 @@ def serve():
 def shipped_run(tmp_path_factory):
     """A run directory, and its classifier as ONNX and as a program of torch: 32 px, classes a to e."""
     pytest.importorskip("onnxscript")
-    from streamclr.export import export
+    from streamclr.models.export import export
 
     torch.set_num_threads(1)
     directory = made_run(tmp_path_factory.mktemp("shipped") / "run")

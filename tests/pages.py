@@ -12,9 +12,9 @@ import httpx
 import pytest
 from playwright.sync_api import sync_playwright
 
-from streamclr.config import RunConfig
-from streamclr.run import run
-from streamclr.serve.site import run_id
+from streamclr.records.options import RunOptions
+from streamclr.runs.run import run
+from streamclr.web.site import run_id
 
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync"
@@ -24,7 +24,7 @@ ARTEFACTS = Path(__file__).parent.parent / "artefacts"  # screenshots, not commi
 def finished_run(out, **options):
     """A run of the built-in stream with a label queue."""
     settings = {"images": 1536, "width": 4, "buffer": 32, "probes": 2, "fractions": "0.1", "label_budget": "80"}
-    path, _ = run(RunConfig(source="synthetic:", out=str(out), **settings | options))
+    path, _ = run(RunOptions(source="synthetic:", out=str(out), **settings | options))
     return path
 
 

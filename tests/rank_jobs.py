@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 
 from conftest import random_images
-from streamclr.distributed import Ranks
-from streamclr.encoder import ContrastiveModel, resnet18, seeded
-from streamclr.errors import NotFinite, Silent, UserError
+from streamclr.base.errors import NotFinite, QuietExit, UserError
+from streamclr.compute.ranks import Ranks
+from streamclr.encoders.inference import seeded
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import resnet18
 from streamclr.learner import Learner
 from streamclr.policy import FIFOReplace
 from streamclr.views import StrongViews
@@ -89,7 +91,7 @@ def agreed(ranks):
             with ranks.together():
                 if ranks.index in broken:
                     raise how(f"rank {ranks.index}")
-        except (UserError, Silent) as error:
+        except (UserError, QuietExit) as error:
             return type(error).__name__, str(error)
         return None
 

@@ -12,8 +12,8 @@ import numpy as np
 from playwright.sync_api import expect
 
 from pages import Served, browser
-from streamclr.labels import Labels
-from streamclr.stream import open_stream
+from streamclr.labelling.store import Labels
+from streamclr.streams.stream import open_stream
 
 OUT = Path(__file__).parent.parent / "docs" / "images"
 SOURCE = "synthetic:?stc=100&seed=0"

@@ -1,6 +1,6 @@
 from collections import Counter
 
-from streamclr.account import Account
+from streamclr.streams.account import Account
 
 
 def test_what_was_passed_over_later_could_be_classified():

@@ -11,16 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streamclr import asking as asking_module
-from streamclr.asking import N_AHEAD, N_ALIKE, Asking, Worker, wilson
-from streamclr.candidates import Candidates, read_candidates
-from streamclr.checkpoint import Pace, write_json
-from streamclr.config import RunConfig, make_encoder
-from streamclr.directory import FINISHED, RunDirectory
-from streamclr.encoder import ContrastiveModel, seeded
-from streamclr.errors import Stopped, UserError
-from streamclr.labels import Labels
-from streamclr.run import run
+from streamclr.base.errors import Stopped, UserError
+from streamclr.base.files import write_json
+from streamclr.encoders.inference import seeded
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.labelling import session as asking_module
+from streamclr.labelling.candidates import Candidates, read_candidates
+from streamclr.labelling.session import N_AHEAD, N_ALIKE, Asking, Worker, wilson
+from streamclr.labelling.store import Labels
+from streamclr.records.checkpoints import Pace
+from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder
+from streamclr.runs.run import run
 from test_run import make_folder
 
 SIZE, COLOURS = 16, 3
@@ -40,7 +43,7 @@ def make_run(path, images=None, budget="30", finished=True, step=None, **options
     images = colours(90) if images is None else images
     settings = {"source": "synthetic:", "images": len(images), "size": SIZE, "width": 1, "stem": "small"} | options
     path.mkdir(exist_ok=True)
-    write_json(path / "config.json", dataclasses.asdict(RunConfig(label_budget=budget, **settings)))
+    write_json(path / "config.json", dataclasses.asdict(RunOptions(label_budget=budget, **settings)))
     candidates = Candidates(path / "candidates.bin", len(images), (3, SIZE, SIZE))
     candidates.offer(images, 0)
     candidates.close()
@@ -640,7 +643,7 @@ def test_the_worker_takes_over_what_another_process_has_chosen(tmp_path, working
 def test_a_run_that_was_killed_keeps_the_same_candidates(tmp_path, monkeypatch):
     source = f"folder:{make_folder(tmp_path / 'images', 160, 8, classes=('ant',)) / 'ant'}"  # without labels
     options = {"source": source, "buffer": 8, "width": 1, "label_budget": "5", "label_disk": "12K"}
-    config = RunConfig(**options, checkpoint_steps=3, out=str(tmp_path / "broken"))
+    config = RunOptions(**options, checkpoint_steps=3, out=str(tmp_path / "broken"))
     whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
     n_steps = [0]
 

@@ -7,7 +7,7 @@ import torch
 
 from conftest import random_images
 from streamclr import Learner, UserError, resnet18
-from streamclr.budget import MIB, parse_size, resident
+from streamclr.compute.memory import MIB, parse_size, resident
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ import json, torch
 torch.set_num_threads(1)
 from pathlib import Path
 from streamclr import Learner, resnet18
-from streamclr.budget import MIB, peak, resident
-from streamclr.checkpoint import Checkpoints
+from streamclr.compute.memory import MIB, peak, resident
+from streamclr.records.checkpoints import Checkpoints
 learner = Learner(resnet18(32, norm={norm!r}), buffer_size=64, device="cpu", memory="100G")
 images = torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8)
 learner.fit(images.shape)

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from conftest import random_images
-from streamclr.candidates import Budget, Candidates, n_that_fit, place, read_candidates
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.labelling.candidates import Candidates, place, read_candidates
+from streamclr.records.label_budget import LabelBudget, n_that_fit
 
 
 def filled(path, n, capacity=20, seed=0, size=8, segment=7):
@@ -112,10 +113,10 @@ def test_no_room_is_said_before_the_run_begins(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("text", "n_seen", "n"), [("1%", 5000, 50), ("500", 10, 500), ("100%", 7, 7), ("0.5%", 10, 1)])
 def test_a_budget_is_a_number_or_a_share(text, n_seen, n):
-    assert Budget.parse(text).of(n_seen) == n
+    assert LabelBudget.parse(text).of(n_seen) == n
 
 
 @pytest.mark.parametrize("text", ["0", "0%", "101%", "-5", "many", "", "%", "1.5", "nan%", "inf%"])
 def test_a_budget_that_is_none_is_refused(text):
     with pytest.raises(UserError, match="label_budget"):
-        Budget.parse(text)
+        LabelBudget.parse(text)

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from streamclr import Card, Pretrained, resnet18
-from streamclr.card import card_text
-from streamclr.classifier import Classifier
-from streamclr.encoder import ContrastiveModel
+from streamclr.classifier import Head
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.models.card import card_text
 
 yaml = pytest.importorskip("yaml")
 
@@ -19,7 +19,7 @@ CARD = Card(
 
 def text_of(card=CARD, classes=("a", "猫 ``` <b>\n---", "\udcff"), **options):
     model = ContrastiveModel(resnet18(**{"width": 2} | options))
-    return card_text(Pretrained(model, Classifier(model.n_features, len(classes)), classes, 32, card))
+    return card_text(Pretrained(model, Head(model.n_features, len(classes)), classes, 32, card))
 
 
 def front_matter(text):

@@ -3,7 +3,7 @@ import io
 
 import pytest
 
-from streamclr import cell
+from streamclr.base import cells as cell
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "'", "'=x", "cat", "", "a=b", "Äpfel", "x,y"])

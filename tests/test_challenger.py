@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from streamclr import challenger as module
-from streamclr.asking import Asking
-from streamclr.challenger import (
+from streamclr.labelling.session import Asking
+from streamclr.labelling.store import Labels
+from streamclr.models.versions import Score, Versions
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs import challenger as module
+from streamclr.runs.challenger import (
     LEAST_LABELS,
     NEVER_LABELS,
     NO_LABELS,
@@ -21,13 +26,8 @@ from streamclr.challenger import (
     labels_at_hand,
     score,
 )
-from streamclr.checkpoint import Checkpoints
-from streamclr.config import RunConfig
-from streamclr.directory import RunDirectory
-from streamclr.labels import Labels
-from streamclr.served import Score, Served
-from streamclr.sources.dataset import ArrayImages
-from streamclr.stream import open_stream
+from streamclr.streams.datasets.images import ArrayImages
+from streamclr.streams.stream import open_stream
 from test_asking import COLOURS, colours, encoder, make_run, until
 from test_served import make_version
 
@@ -64,7 +64,7 @@ def challenging(path, labels=None):
     """A challenger at work in a run, and what it tells."""
     told: list[str] = []
     directory = RunDirectory(path)
-    served = Served(directory, told.append)
+    served = Versions(directory, told.append)
     served.look()
     labels = Answers(path / "labels.sqlite") if labels is None else labels
     one = Challenger(labels, served, directory.model_with, told.append)
@@ -198,7 +198,7 @@ def test_a_head_made_worse_on_purpose_is_not_taken(path, monkeypatch):
         assert one.told[-1].startswith("a new head of step 2 is refused: ")
         assert f"version 1 has {good.score.right} of {good.score.n}" in one.told[-1]
         assert (one.n_taken, one.n_refused) == (1, 1)
-    assert Served(RunDirectory(path)).look().number == 1  # nor is it on the disk
+    assert Versions(RunDirectory(path)).look().number == 1  # nor is it on the disk
 
 
 def test_an_encoder_made_worse_on_purpose_is_not_taken(path):
@@ -262,7 +262,7 @@ def test_one_class_is_no_head_yet(path):
 
 def test_no_labels_at_all_are_told_once(path):
     directory, told = RunDirectory(path), []
-    one = Challenger(None, Served(directory), directory.model_with, told.append)
+    one = Challenger(None, Versions(directory), directory.model_with, told.append)
     until(lambda: told)
     one.due()
     assert not one.wants
@@ -276,7 +276,7 @@ def test_after_a_rollback_the_same_is_not_taken_again(path):
         give(one, 1, weights(path))
         give(one, 2, weights(path))
         assert one.served.current.number == 2
-        Served(RunDirectory(path)).rollback()
+        Versions(RunDirectory(path)).rollback()
         one.served.look()
         give(one, 2, weights(path))  # the same encoder and labels
         assert one.served.current.number == 1
@@ -297,7 +297,7 @@ def test_a_rollback_in_the_middle_of_a_challenge_is_not_run_over(path, monkeypat
             found = real(self, *arguments)
             if n_left[0]:
                 n_left[0] -= 1
-                Served(RunDirectory(path)).rollback()
+                Versions(RunDirectory(path)).rollback()
             return found
 
         monkeypatch.setattr(Challenger, "_score_of", score_of)
@@ -417,16 +417,16 @@ def test_the_labels_of_a_dataset(path):
 
 def test_which_labels_are_at_hand(path, monkeypatch):
     synthetic = open_stream("synthetic:?size=16")
-    assert isinstance(labels_at_hand(RunConfig(label_budget="30"), path, synthetic), Answers)
+    assert isinstance(labels_at_hand(RunOptions(label_budget="30"), path, synthetic), Answers)
     monkeypatch.setattr(module, "MOST_LABELS", 300)
-    known = labels_at_hand(RunConfig(fractions="0.01,0.1"), path, synthetic)
+    known = labels_at_hand(RunOptions(fractions="0.01,0.1"), path, synthetic)
     classes = known.read().classes
     assert len(classes) == 300  # of 500
     assert set(classes.values()) == set(synthetic.source.classes)
-    assert labels_at_hand(RunConfig(fractions="0.01"), path, synthetic).read().classes.keys() != classes.keys()
+    assert labels_at_hand(RunOptions(fractions="0.01"), path, synthetic).read().classes.keys() != classes.keys()
     (path / "flat").mkdir()
-    from streamclr.asking import png
+    from streamclr.labelling.session import png
 
     for i, image in enumerate(colours(3)):
         (path / "flat" / f"{i}.png").write_bytes(png(image))
-    assert labels_at_hand(RunConfig(), path, open_stream(path / "flat")) is None
+    assert labels_at_hand(RunOptions(), path, open_stream(path / "flat")) is None

@@ -8,18 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from streamclr import UserError, resnet18
-from streamclr.checkpoint import (
-    Checkpoints,
-    Pace,
-    json_line,
-    load_checked,
-    load_encoder,
-    load_tensors,
-    load_weights,
-    save_tensors,
-    write_json,
-)
-from streamclr.encoder import ContrastiveModel
+from streamclr.base.files import json_line, write_json
+from streamclr.base.tensors import load_checked, load_tensors, load_weights, save_tensors
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.weights import load_encoder
+from streamclr.records.checkpoints import Checkpoints, Pace
 
 
 def test_json_has_no_nan_and_no_leftovers(tmp_path):
@@ -180,7 +173,7 @@ def fail_at(monkeypatch, k, how):
         return call
 
     for name in CALLS:
-        monkeypatch.setattr(f"streamclr.checkpoint.os.{name}", wrapped(name, getattr(os, name)))
+        monkeypatch.setattr(f"streamclr.records.checkpoints.os.{name}", wrapped(name, getattr(os, name)))
     return count
 
 
@@ -214,7 +207,7 @@ def test_whichever_call_fails_the_one_before_is_whole(tmp_path, monkeypatch, how
 
 def test_the_pace_is_by_steps_and_minutes_and_below_a_gib_an_hour(tmp_path, monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr("streamclr.checkpoint.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("streamclr.records.checkpoints.time.monotonic", lambda: now[0])
     pace = Pace(Checkpoints(tmp_path / "c"), minutes=10, steps=3)
     assert [pace.due() for _ in range(4)] == [False, False, True, True]  # and again, until there is one
     pace.save(3, {})

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamclr import UserError, choice
-from streamclr.choice import asking_order
+from streamclr import UserError
+from streamclr.labelling import order as choice
+from streamclr.labelling.order import asking_order
 
 
 def draw(*shape, seed=0):

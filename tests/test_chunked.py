@@ -6,8 +6,8 @@ from torch import nn
 
 from conftest import random_images
 from streamclr import Learner, UserError, resnet18, resnet34, resnet50
-from streamclr.chunked import backward
-from streamclr.encoder import ContrastiveModel
+from streamclr.compute.chunked import backward
+from streamclr.encoders.projection import ContrastiveModel
 from streamclr.loss import nt_xent
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from streamclr import UserError, data, open_stream
-from streamclr.sources.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES
+from streamclr import UserError, open_stream
+from streamclr.streams.datasets import registry as data
+from streamclr.streams.datasets.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES
 
 RNG = np.random.default_rng(0)
 N = 6  # images in a batch

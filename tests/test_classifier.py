@@ -8,20 +8,9 @@ from hypothesis import strategies as st
 
 from conftest import random_images
 from streamclr import UserError, resnet18
-from streamclr.classifier import (
-    Accuracy,
-    Classifier,
-    curve_point,
-    draw_labelled,
-    evaluate,
-    evaluate_supervised,
-    extract,
-    knn_probe,
-    linear_probe,
-    train_head,
-    train_supervised,
-)
-from streamclr.sources.dataset import ArrayImages
+from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
+from streamclr.runs.evaluation import curve_point, evaluate, evaluate_supervised, extract, train_supervised
+from streamclr.streams.datasets.images import ArrayImages
 
 NAMES = ("ant", "bee", "cat")
 
@@ -149,7 +138,7 @@ def test_evaluate_tells_everything(model):
     assert results["linear_probe"] > 0.8
     assert results["knn"] > 0.5
     head = heads[1.0]
-    assert isinstance(head, Classifier)
+    assert isinstance(head, Head)
     guess = head(extract(model, test).features).argmax(1)
     assert Accuracy.of(guess, torch.from_numpy(test.labels), 3).top1 == results["labels"]["1.0"]["accuracy"]
     assert 0 <= curve_point(model, train, test) <= 1
@@ -176,7 +165,7 @@ def test_the_head_is_what_torchs_adam_makes_of_the_cross_entropy():
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.randn(70, 6, generator=generator), torch.randint(4, (70,), generator=generator)
     head = train_head(features, labels, 4, epochs=5, lr=1e-2, batch_size=16, seed=3)
-    slow = Classifier(6, 4)
+    slow = Head(6, 4)
     slow.fit_scale(features)
     optimizer = torch.optim.Adam(slow.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from streamclr import UserError, cluster
-from streamclr.checkpoint import Checkpoints
-from streamclr.cli import main
-from streamclr.job import RESULT, Job
-from streamclr.places import open_place, work
+from streamclr import UserError
+from streamclr.cli.entry import main
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.sweeps import on_ray as cluster
+from streamclr.sweeps.job import RESULT, Job
+from streamclr.sweeps.places import open_place, work
 
 TINY = "--buffer 16 --width 2 --stem small --fractions 1 --probes 2".split()
 
@@ -185,7 +186,7 @@ def test_it_listens_on_loopback_alone():
     pytest.importorskip("ray")
     code = """
 import json
-from streamclr.cluster import OnRay
+from streamclr.sweeps.on_ray import OnRay
 OnRay(None)
 import ray
 (node,) = ray.nodes()
@@ -261,7 +262,7 @@ def test_without_ray_it_says_what_to_install_and_nothing_else_imports_it(source,
 import importlib.util, json, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "ray" else find(name, *rest)
-from streamclr.cli import main
+from streamclr.cli.entry import main
 words = {TINY!r} + ["--source", {source!r}, "--policies", "fifo", "--seeds", "1", "--images", "64"]
 codes = [main(["compare", *words, "--out", {str(tmp_path / "here")!r}])]
 codes += [main([*command, "--on", "ray", "--out", {str(tmp_path / "there")!r}])

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from streamclr import commands
-from streamclr.cli import COMMANDS
+from streamclr.cli import commands
+from streamclr.cli.entry import COMMANDS
 
 
 def test_every_command_is_on_the_command_line():
@@ -22,7 +22,7 @@ def test_a_command_is_what_the_table_says(name):
 
 def test_help_imports_nothing_large():
     script = (
-        "import sys\nfrom streamclr.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom streamclr.cli.entry import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "large = {'torch', 'numpy', 'rich', 'PIL', 'matplotlib'} & set(sys.modules)\nassert not large, large\n"
     )
     subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)

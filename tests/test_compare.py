@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from conftest import random_images
-from streamclr.compare import PROBE, demo, learn, pixel_probe
-from streamclr.sources.dataset import ArrayImages
+from streamclr.streams.datasets.images import ArrayImages
+from streamclr.sweeps.compare import PROBE, demo, pixel_probe, run_for_compare
 
 
 def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
@@ -25,8 +25,8 @@ def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
 
 def test_a_job_that_was_killed_between_its_run_and_its_result_has_the_results_of_the_run(tmp_path):
     config = {"source": "synthetic:?size=8", "images": 16, "buffer": 8, "width": 1, "probes": 0}
-    first = learn(tmp_path, **config)
-    assert learn(tmp_path, **config) == json.loads(json.dumps(first))
+    first = run_for_compare(tmp_path, **config)
+    assert run_for_compare(tmp_path, **config) == json.loads(json.dumps(first))
 
 
 @pytest.mark.long

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from streamclr import UserError, data, open_stream
+from streamclr import UserError, open_stream
+from streamclr.streams.datasets import registry as data
 from test_cifar import as_binary, as_npm, as_python, check, make_batches, pack, write
 
 

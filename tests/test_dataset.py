@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamclr import UserError
-from streamclr.sources.dataset import ArrayImages, DatasetSource
-from streamclr.stream import Stream
+from streamclr.streams.datasets.images import ArrayImages, DatasetSource
+from streamclr.streams.stream import Stream
 
 
 def numbered_dataset(counts):

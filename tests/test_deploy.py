@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from streamclr import UserError
-from streamclr.checkpoint import load_tensors
-from streamclr.directory import RunDirectory
-from streamclr.fleet.config import DeviceConfig, KeysConfig, ServerConfig
+from streamclr.base.tensors import load_tensors
+from streamclr.fleet.options import DeviceOptions, KeysOptions, ServerOptions
 from streamclr.fleet.rounds import read_rounds
+from streamclr.records.directory import RunDirectory
 
 pytest.importorskip("flwr")
 
@@ -49,8 +49,8 @@ class Place:
 
     def __init__(self, path):
         self.path, self.port, self.started = path, free_port(), []
-        make_keys(KeysConfig(str(path / "keys"), host="fleet.example.org", devices=4))  # and this machine itself
-        make_keys(KeysConfig(str(path / "others"), devices=1))
+        make_keys(KeysOptions(str(path / "keys"), host="fleet.example.org", devices=4))  # and this machine itself
+        make_keys(KeysOptions(str(path / "others"), devices=1))
 
     def start(self, name, *words, path=""):
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([path, *sys.path])}
@@ -191,10 +191,10 @@ def test_a_fleet_on_loopback(tmp_path):
     ],
 )
 def test_a_server_that_cannot_start_says_why(tmp_path, change, message):
-    make_keys(KeysConfig(str(tmp_path / "keys")))
+    make_keys(KeysOptions(str(tmp_path / "keys")))
     options = {"keys": str(tmp_path / "keys"), "out": str(tmp_path / "out"), "width": 1, "port": free_port()}
     with pytest.raises(UserError, match=message):
-        serve(ServerConfig(**options | change))
+        serve(ServerOptions(**options | change))
 
 
 @pytest.mark.parametrize(
@@ -208,24 +208,24 @@ def test_a_server_that_cannot_start_says_why(tmp_path, change, message):
     ],
 )
 def test_a_device_that_cannot_start_says_why(tmp_path, change, message):
-    make_keys(KeysConfig(str(tmp_path)))
+    make_keys(KeysOptions(str(tmp_path)))
     key, ca = str(tmp_path / "device-0001"), str(tmp_path / "ca.crt")
     options = {"source": "synthetic:", "server": "127.0.0.1:1", "key": key, "ca": ca, "out": str(tmp_path / "out")}
     with pytest.raises(UserError, match=message):
-        join(DeviceConfig(**options | change))
+        join(DeviceOptions(**options | change))
 
 
 def test_keys_are_private_and_never_overwritten(tmp_path):
-    directory, n_new = make_keys(KeysConfig(str(tmp_path / "keys"), devices=2))
+    directory, n_new = make_keys(KeysOptions(str(tmp_path / "keys"), devices=2))
     assert n_new == 2
     before = {file.name: file.read_bytes() for file in directory.iterdir()}
-    assert make_keys(KeysConfig(str(directory), devices=3)) == (directory, 1)
+    assert make_keys(KeysOptions(str(directory), devices=3)) == (directory, 1)
     assert all((directory / name).read_bytes() == content for name, content in before.items())
     private = {file.name for file in directory.iterdir() if file.stat().st_mode & 0o077 == 0}
     assert private == {"ca.key", "server.key", "device-0001", "device-0002", "device-0003"}
-    make_keys(KeysConfig(str(directory), host="127.0.0.1"))
+    make_keys(KeysOptions(str(directory), host="127.0.0.1"))
     with pytest.raises(UserError, match=r"is not for 192\.0\.2\.5: give another directory"):
-        make_keys(KeysConfig(str(directory), host="localhost,192.0.2.5"))
+        make_keys(KeysOptions(str(directory), host="localhost,192.0.2.5"))
     for change in ({"devices": 0}, {"days": 0}, {"host": " "}):
         with pytest.raises(UserError):
-            make_keys(KeysConfig(**{"directory": str(directory)} | change))
+            make_keys(KeysOptions(**{"directory": str(directory)} | change))

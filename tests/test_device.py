@@ -6,18 +6,19 @@ import torch
 
 from conftest import random_images
 from streamclr import UserError
-from streamclr.classifier import Classifier
-from streamclr.config import RunConfig, make_encoder
-from streamclr.directory import RunDirectory
-from streamclr.encoder import ContrastiveModel
+from streamclr.classifier import Head
+from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import exchanged, is_statistic
-from streamclr.fleet.device import GLOBAL, Device, Labelled
-from streamclr.pretrained import from_pretrained
+from streamclr.fleet.device import GLOBAL, Device, LabelledImages
+from streamclr.models.pretrained import from_pretrained
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder
 
 
 @pytest.fixture
 def config(tmp_path):
-    return RunConfig(source="synthetic:?size=8", buffer=8, width=2, stem="small", out=str(tmp_path / "device"))
+    return RunOptions(source="synthetic:?size=8", buffer=8, width=2, stem="small", out=str(tmp_path / "device"))
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_the_encoder_is_the_servers_and_the_rest_its_own(config, weights, tmp_pa
 
 def test_two_rounds_are_one_run_where_the_server_returns_what_it_got(config, weights, tmp_path):
     halves = learn(config, learn(config, weights, 16).weights, 16)
-    whole = RunConfig(**{**vars(config), "out": str(tmp_path / "whole")})
+    whole = RunOptions(**{**vars(config), "out": str(tmp_path / "whole")})
     assert all(torch.equal(halves.weights[name], tensor) for name, tensor in learn(whole, weights, 32).weights.items())
 
 
@@ -79,7 +80,7 @@ def test_weights_that_do_not_fit_are_told_and_change_nothing(config, weights):
 
 
 def test_features_are_sent_and_no_images(config, weights):
-    labelled = Labelled(random_images(5, 8), ["cat", "dog", "cat", "dog", "dog"])
+    labelled = LabelledImages(random_images(5, 8), ["cat", "dog", "cat", "dog", "dog"])
     with closing(Device(config, labelled=lambda: labelled)) as device:
         features, names = device.features(weights)
         assert features.shape == (5, device.model_with(weights).n_features)
@@ -93,9 +94,9 @@ def test_without_answers_there_are_no_features(config, weights):
 
 
 def test_the_answers_of_a_person_are_its_labels(config, weights, tmp_path):
-    from streamclr.asking import Asking
+    from streamclr.labelling.session import Asking
 
-    config = RunConfig(**{**vars(config), "label_budget": "6"})
+    config = RunOptions(**{**vars(config), "label_budget": "6"})
     learn(config, weights, 32)
     with closing(Asking(RunDirectory(tmp_path / "device"))) as asking:
         asking.prepare()
@@ -114,7 +115,7 @@ def test_the_fleets_classifier_is_there_to_predict_with(config, weights, tmp_pat
     with closing(Device(config)) as device:
         n_features = device.model_with(weights).n_features
         for _ in range(2):  # the second takes the place of the first
-            device.take_head(weights, Classifier(n_features, 2).state_dict(), ["cat", "dog"])
+            device.take_head(weights, Head(n_features, 2).state_dict(), ["cat", "dog"])
     found = from_pretrained(tmp_path / "device" / GLOBAL)
     assert found.classes == ["cat", "dog"]
     assert torch.equal(found.encoder.conv1.weight, weights["encoder.conv1.weight"])

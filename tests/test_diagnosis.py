@@ -1,7 +1,7 @@
 import dataclasses
 
-from streamclr.diagnosis import Diagnosis, Measured, Suggestion
-from streamclr.machine import GIB, Machine
+from streamclr.runs.doctor.diagnosis import Diagnosis, Measured, Suggestion
+from streamclr.runs.doctor.machine import GIB, Machine
 
 STEP = Measured(scoring=1.0, training=3.0, n_frames=100, checkpoint=100 * 2**20)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rank_jobs
-from streamclr.distributed import Alone, join
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.compute.ranks import Alone, join
 
 JOBS = Path(rank_jobs.__file__)
 
@@ -91,8 +91,8 @@ def test_what_one_rank_knows_all_know(found):
         assert rank["collected"] == [{"rank": i} for i in range(n)]
         is_first, is_last = index == 0, index == n - 1
         assert rank["nobody"] is None
-        assert rank["last"] == (("UserError", f"rank {index}") if is_last else ("Silent", "2"))
-        assert rank["all"] == (("UserError", "rank 0") if is_first else ("Silent", "2"))
+        assert rank["last"] == (("UserError", f"rank {index}") if is_last else ("QuietExit", "2"))
+        assert rank["all"] == (("UserError", "rank 0") if is_first else ("QuietExit", "2"))
         told = f"rank {index}" if is_last else f"the step of rank {n - 1} is not finite"
         assert rank["not finite"] == ("NotFinite", told)
         assert "the gradient at step 1 is not finite" in rank["broken gradient"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamclr.cli import COMMANDS, parse
+from streamclr.cli.entry import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

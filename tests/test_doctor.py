@@ -4,12 +4,13 @@ import json
 import pytest
 
 from camera import Camera
-from streamclr import Learner, doctor
-from streamclr.cli import main
-from streamclr.diagnosis import Measured
-from streamclr.doctor import DoctorConfig, checkpoint_hours, diagnose, suggested
-from streamclr.machine import GIB
-from streamclr.progress import Progress
+from streamclr import Learner
+from streamclr.base.progress import Progress
+from streamclr.cli.entry import main
+from streamclr.runs.doctor import diagnose as doctor
+from streamclr.runs.doctor.diagnose import DoctorOptions, checkpoint_hours, diagnose, suggested
+from streamclr.runs.doctor.diagnosis import Measured
+from streamclr.runs.doctor.machine import GIB
 
 FAST = ["--width", "2", "--buffer", "8", "--size", "16"]
 STEP = Measured(scoring=1.0, training=3.0, n_frames=100, checkpoint=100 * 2**20)
@@ -44,7 +45,7 @@ def test_a_run_that_does_not_keep_up_in_json(capsys):
 
 
 def test_the_rate_is_what_the_source_sends(monkeypatch):
-    config = DoctorConfig(width=2, buffer=8, size=16)
+    config = DoctorOptions(width=2, buffer=8, size=16)
     monkeypatch.setattr(doctor, "suggested", lambda *_: [])
     assert diagnose(config).fps == 30
     source = Camera(fps=200, last=61)  # in a tenth of the three seconds in which they are counted, and then no more
@@ -73,12 +74,12 @@ def test_a_buffer_larger_than_the_segment_is_full_when_it_is_measured(monkeypatc
         return learner
 
     monkeypatch.setattr(doctor, "make_learner", watched)
-    diagnose(DoctorConfig(width=2, buffer=16, segment=4, size=16, fps=0.01))
+    diagnose(DoctorOptions(width=2, buffer=16, segment=4, size=16, fps=0.01))
     assert set(batches) == {(16, 4)}
 
 
 def test_a_change_of_scoring_alone_is_measured_without_training(monkeypatch):
-    config = DoctorConfig(width=2, buffer=8, segment=8, size=16, stem="small")
+    config = DoctorOptions(width=2, buffer=8, segment=8, size=16, stem="small")
     monkeypatch.setattr(Learner, "_update", lambda _: pytest.fail("trained"))
     with Progress("", None) as bar:
         step = doctor.measured(config, bar, "", training=5.0)
@@ -98,7 +99,7 @@ def fake(seconds):
 
 
 def test_suggestions_are_measured_mildest_first_until_one_keeps_up(monkeypatch):
-    config = DoctorConfig(width=64, size=64, stem="small", buffer=100, segment=100)
+    config = DoctorOptions(width=64, size=64, stem="small", buffer=100, segment=100)
     tried, measured = fake(
         lambda c: 4 * (c.width / 64) ** 2 * (c.size / 64) ** 2 - (0.5 if c.rescore_every else 0) + c.segment / 1e6
     )
@@ -118,7 +119,7 @@ def test_suggestions_are_measured_mildest_first_until_one_keeps_up(monkeypatch):
 
 
 def test_what_does_not_help_is_not_told(monkeypatch):
-    config = DoctorConfig(policy="fifo", width=8, size=64, stem="imagenet", buffer=100, segment=100)
+    config = DoctorOptions(policy="fifo", width=8, size=64, stem="imagenet", buffer=100, segment=100)
     tried, measured = fake(lambda c: 4.0 * c.segment / 100)
     monkeypatch.setattr(doctor, "measured", measured)
     found = [s.change for s in suggested(config, STEP, 100, Progress("", None))]
@@ -127,7 +128,7 @@ def test_what_does_not_help_is_not_told(monkeypatch):
 
 
 def test_less_than_a_frame_a_second_is_every_nth(monkeypatch):
-    config = DoctorConfig(policy="fifo", width=8, size=16, stem="small", buffer=2, segment=2)
+    config = DoctorOptions(policy="fifo", width=8, size=16, stem="small", buffer=2, segment=2)
     monkeypatch.setattr(doctor, "measured", fake(lambda c: 1e9)[1])
     slow = Measured(0.0, 8.0, 2, 0)
     assert [s.change for s in suggested(config, slow, 30, Progress("", None))] == [
@@ -137,7 +138,7 @@ def test_less_than_a_frame_a_second_is_every_nth(monkeypatch):
 
 def test_checkpoints_are_paced_as_the_run_does_it():
     large = dataclasses.replace(STEP, checkpoint=GIB // 2)
-    assert checkpoint_hours(DoctorConfig(checkpoint_minutes=10), STEP, 25) == pytest.approx(1 / 6)
-    assert checkpoint_hours(DoctorConfig(checkpoint_minutes=10), large, 25) == 0.5
-    assert checkpoint_hours(DoctorConfig(checkpoint_minutes=0), STEP, 25) is None
-    assert checkpoint_hours(DoctorConfig(checkpoint_steps=3), STEP, 1) == pytest.approx(3 * 100 / 3600)
+    assert checkpoint_hours(DoctorOptions(checkpoint_minutes=10), STEP, 25) == pytest.approx(1 / 6)
+    assert checkpoint_hours(DoctorOptions(checkpoint_minutes=10), large, 25) == 0.5
+    assert checkpoint_hours(DoctorOptions(checkpoint_minutes=0), STEP, 25) is None
+    assert checkpoint_hours(DoctorOptions(checkpoint_steps=3), STEP, 1) == pytest.approx(3 * 100 / 3600)

@@ -6,17 +6,18 @@ import torch
 
 from conftest import random_images
 from streamclr import resnet18
-from streamclr.classifier import Classifier
-from streamclr.encoder import ContrastiveModel, infer
-from streamclr.shipped import Shipped
+from streamclr.classifier import Head
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.models.shipped import Shipped
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-from streamclr.doubt import MOST_CHANGED, least_margin, look_again, margin, telling  # noqa: E402
-from streamclr.export import OUTPUTS, looked_again, make_onnx, run_by  # noqa: E402
-from streamclr.exported import session_of  # noqa: E402
-from streamclr.quantise import Calibration  # noqa: E402
+from streamclr.models.export import OUTPUTS, looked_again, make_onnx, run_by  # noqa: E402
+from streamclr.models.formats.quantise import Calibration  # noqa: E402
+from streamclr.models.formats.reader import session_of  # noqa: E402
+from streamclr.models.formats.second_look import MOST_CHANGED, least_margin, look_again, margin, telling  # noqa: E402
 
 ENCODERS = {
     "batch": lambda: resnet18(4),
@@ -31,7 +32,7 @@ def files(request):
     model = ContrastiveModel(ENCODERS[request.param]())
     for seed in range(3):
         model(random_images(16, 24, seed) / 255)
-    head = Classifier(model.n_features, 5)
+    head = Head(model.n_features, 5)
     head.fit_scale(infer(model, random_images(64, 24), model.features))
     torch.nn.init.normal_(head.linear.weight, std=0.3)
     shipped = Shipped(model, head, 24)

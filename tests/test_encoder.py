@@ -3,17 +3,9 @@ import torch
 from torch import nn
 
 from streamclr import UserError, resnet18, resnet34, resnet50
-from streamclr.encoder import (
-    ENCODERS,
-    STEMS,
-    Architecture,
-    BasicBlock,
-    ContrastiveModel,
-    Conv3x3,
-    ResNet,
-    count_features,
-    infer,
-)
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel, count_features
+from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture, BasicBlock, Conv3x3, ResNet
 
 
 @pytest.mark.parametrize(

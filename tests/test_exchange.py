@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from streamclr.asking import Asking
-from streamclr.directory import RunDirectory
-from streamclr.errors import UserError
-from streamclr.exchange import HEAD, export_labels, import_labels
-from streamclr.labels import Labels, Question
+from streamclr.base.errors import UserError
+from streamclr.labelling.exchange import HEAD, export_labels, import_labels
+from streamclr.labelling.session import Asking
+from streamclr.labelling.store import Labels, Question
+from streamclr.records.directory import RunDirectory
 from test_asking import SIZE, colours, keys, make_run, opened, reach
 
 NAMES = ["cat", 'Größe, "XL"', "=cmd|' /C calc'!A0", "+1", "-1", "@home", "'tis", "''", "猫 <&>", "a;b", "{choices}"]

@@ -11,16 +11,17 @@ import torch
 from PIL import Image
 
 from conftest import random_images
-from streamclr import UserError, data
-from streamclr.checkpoint import write_json
-from streamclr.cli import main
+from streamclr import UserError
+from streamclr.base.files import write_json
+from streamclr.cli.entry import main
 from streamclr.experiments import EXPERIMENTS, _place
 from streamclr.experiments import lab as lab_module
+from streamclr.experiments.beyond.iid import at_equal_seconds
 from streamclr.experiments.findings import Findings, against, images_to_reach, spread
-from streamclr.experiments.gradient import eq4
-from streamclr.experiments.iid import at_equal_seconds
-from streamclr.experiments.lab import Lab
-from streamclr.job import Clock, do_job
+from streamclr.experiments.paper.gradient import eq4
+from streamclr.streams.datasets import registry as data
+from streamclr.sweeps.job import Clock, do_job
+from streamclr.sweeps.lab import Lab
 from test_asking import until
 
 
@@ -79,7 +80,7 @@ def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys, 
     if name == "fleet":
         pytest.importorskip("flwr")
         images = "1000"  # of ten devices
-        monkeypatch.setattr(sys.modules["streamclr.experiments.fleet"], "N_ROUNDS", 2)
+        monkeypatch.setattr(sys.modules["streamclr.experiments.beyond.fleet"], "N_ROUNDS", 2)
     out = shared / "out"
     assert main(["reproduce", name, "--images", images, "--seeds", "1", "--out", str(out)]) == 0
     quick = f"{name}-{images}"  # beside the whole experiment, not in its place
@@ -134,7 +135,7 @@ def test_experiments_share_runs(small_cifar):
 # Kills itself when two jobs have ended.
 KILLED = """
 import os, signal, sys
-from streamclr.cli import main
+from streamclr.cli.entry import main
 from streamclr.experiments import lab
 work, ended = lab.work, []
 def killed(jobs, place, keep):
@@ -405,7 +406,7 @@ def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):
 def test_a_fleet_that_was_interrupted_begins_anew(tmp_path, monkeypatch):
     """Its devices may be a round ahead of its server, and would end elsewhere."""
     (tmp_path / "fleet" / "devices").mkdir(parents=True)
-    module = sys.modules["streamclr.experiments.fleet"]
+    module = sys.modules["streamclr.experiments.beyond.fleet"]
 
     def prepared(config):
         raise UserError(f"there is {[path.name for path in tmp_path.iterdir()]}")

@@ -15,17 +15,18 @@ import torch
 from PIL import Image
 
 from conftest import made_run, random_images
-from streamclr import UserError, frame
-from streamclr import export as export_module
-from streamclr.cli import main
-from streamclr.config import RunConfig
-from streamclr.directory import RunDirectory
-from streamclr.encoder import infer
-from streamclr.export import FORMATS, describe, export, make_onnx, make_torch
-from streamclr.parity import Parity, compare
-from streamclr.quantise import Calibration
-from streamclr.run import run
-from streamclr.shipped import Shipped, resampling, scaled
+from streamclr import UserError
+from streamclr.cli.entry import main
+from streamclr.encoders.inference import infer
+from streamclr.models import export as export_module
+from streamclr.models.export import FORMATS, describe, export, make_onnx, make_torch
+from streamclr.models.formats.quantise import Calibration
+from streamclr.models.parity import Parity, compare
+from streamclr.models.shipped import Shipped, resampling, scaled
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs.run import run
+from streamclr.streams import frame
 
 onnx = pytest.importorskip("onnx")
 
@@ -45,7 +46,7 @@ def finished(tmp_path_factory):
             pixels = rng.integers(0, 160, (SIZE, SIZE, 3)) + np.eye(3, dtype=int)[label] * 60
             Image.fromarray(pixels.astype(np.uint8)).save(place / "images" / name / f"{number}.png")
     options = {"width": 4, "buffer": 24, "batch": 8, "probes": 0, "lr": 1e-3, "fractions": "0.5,1"}
-    path, _ = run(RunConfig(source=f"folder:{place / 'images'}?size={SIZE}", out=str(place / "wald"), **options))
+    path, _ = run(RunOptions(source=f"folder:{place / 'images'}?size={SIZE}", out=str(place / "wald"), **options))
     return RunDirectory(path)
 
 
@@ -297,8 +298,8 @@ def test_a_full_disk_is_one_line(finished, tmp_path, most):
 def test_an_interrupted_export_leaves_nothing(finished, tmp_path, number):
     out = tmp_path / "a.onnx"
     code = f"""
-import os, streamclr.export as export
-from streamclr.cli import main
+import os, streamclr.models.export as export
+from streamclr.cli.entry import main
 def compare(*_):
     os.kill(os.getpid(), {number:d})
 export.compare = compare
@@ -361,7 +362,7 @@ def test_a_damaged_run(tmp_path, capsys):
 
 def test_what_does_not_match_is_said(finished, tmp_path, capsys, monkeypatch):
     """Of a run whose source is gone, too."""
-    monkeypatch.setattr("streamclr.parity.LARGEST_DIFFERENCE", -1.0)
+    monkeypatch.setattr("streamclr.models.parity.LARGEST_DIFFERENCE", -1.0)
     images, out = finished.path.parent / "images", tmp_path / "a.pt2"
     images.rename(images.with_name("elsewhere"))
     try:

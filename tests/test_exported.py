@@ -16,8 +16,8 @@ from PIL import Image
 
 from conftest import random_images
 from streamclr import UserError
-from streamclr.exported import SEAL, n_threads, open_exported, sealed
-from streamclr.predict import open_model
+from streamclr.models.formats.reader import SEAL, n_threads, open_exported, sealed
+from streamclr.models.predict import open_model
 
 onnx = pytest.importorskip("onnx")
 
@@ -353,7 +353,7 @@ def test_threads_as_torch_has_them(monkeypatch):
 
 
 def test_a_message_of_several_lines_is_printed_as_one(changed, capsys):
-    from streamclr.cli import main
+    from streamclr.cli.entry import main
 
     def unknown(model):
         model.graph.node[3].op_type = "Tele\nport"

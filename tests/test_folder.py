@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 
 from streamclr import UserError, open_stream, resnet18
-from streamclr.classifier import evaluate, extract, train_supervised
+from streamclr.runs.evaluation import evaluate, extract, train_supervised
 
 
 def paint(path, value, size=(16, 16), mode="RGB"):

@@ -13,10 +13,10 @@ from PIL import Image, ImageCms
 
 from malformed import malformed, png_with_size
 from streamclr import UserError
-from streamclr.account import Account
-from streamclr.cli import main
-from streamclr.directory import RunDirectory
-from streamclr.frame import REASONS, BadFrame, decode, dimensions, square
+from streamclr.cli.entry import main
+from streamclr.records.directory import RunDirectory
+from streamclr.streams.account import Account
+from streamclr.streams.frame import REASONS, BadFrame, decode, dimensions, square
 
 
 def encoded(image, format="PNG", **options):

@@ -10,13 +10,14 @@ from torch import nn
 
 from conftest import random_images
 from streamclr import ContrastScoring, FIFOReplace, Guarded, Learner, RandomReplace, UserError, open_stream, resnet18
-from streamclr import guard as guard_module
+from streamclr import guards as guard_module
 from streamclr.buffer import Buffer, Pool
-from streamclr.checkpoint import Checkpoints
-from streamclr.config import RunConfig, make_policy
-from streamclr.experiments.lies import KINDS, Clip, Lying
-from streamclr.guard import GUARDS, contrast, duplicates, looks, neighbour_correlation
-from streamclr.run import open_run_stream, resolved
+from streamclr.experiments.beyond.unusable import KINDS, Clip, Lying
+from streamclr.guards import GUARDS, contrast, duplicates, looks, neighbour_correlation
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import open_run_stream, resolved
+from streamclr.runs.assemble import make_policy
 
 
 def photographs(n, seed=0, size=32):
@@ -308,7 +309,7 @@ def test_looks_do_not_depend_on_the_company():
     ],
 )
 def test_a_run_has_them_where_they_are_needed(guards, live, expected):
-    config = RunConfig(guards=guards, images=512)
+    config = RunOptions(guards=guards, images=512)
     stream = open_run_stream(config)
     stream.live = live
     policy = make_policy(resolved(config, stream))

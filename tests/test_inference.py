@@ -7,12 +7,13 @@ from torch import nn
 
 from conftest import random_images
 from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
-from streamclr import inference as inference_module
-from streamclr.budget import MIB, resident
+from streamclr.base.cache import cache_dir
 from streamclr.buffer import Buffer, Pool
-from streamclr.data import cache_dir
-from streamclr.encoder import ContrastiveModel, inference_mode
-from streamclr.inference import FoldedConv, Int8Conv, fastest
+from streamclr.compute import fast_scoring as inference_module
+from streamclr.compute.fast_scoring import FoldedConv, Int8Conv, fastest
+from streamclr.compute.memory import MIB, resident
+from streamclr.encoders.inference import inference_mode
+from streamclr.encoders.projection import ContrastiveModel
 from streamclr.score import rank_correlation
 from streamclr.views import flip
 

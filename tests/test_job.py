@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from streamclr import UserError
-from streamclr import job as job_module
-from streamclr.experiments.lab import Lab
-from streamclr.job import RESULT, Clock, Job, do_job, last_word, n_seen
+from streamclr.sweeps import job as job_module
+from streamclr.sweeps.job import RESULT, Clock, Job, do_job, last_word, n_seen
+from streamclr.sweeps.lab import Lab
 
 
 def test_a_job_is_known_by_what_it_is_wherever_it_runs(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@ import json
 import os
 import threading
 
-from streamclr.journal import Journal
+from streamclr.records.journal import Journal
 
 
 def test_a_full_disk_costs_lines_of_the_journal_not_the_run(tmp_path, monkeypatch, capsys):
@@ -15,7 +15,7 @@ def test_a_full_disk_costs_lines_of_the_journal_not_the_run(tmp_path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, content)
 
-    monkeypatch.setattr("streamclr.journal.os.write", write)
+    monkeypatch.setattr("streamclr.records.journal.os.write", write)
     journal = Journal(tmp_path / "journal.jsonl")
     for number in range(1, 6):
         full[0] = number in (2, 3)
@@ -34,7 +34,7 @@ def test_several_lines_are_written_together_or_not_at_all(tmp_path, monkeypatch,
         n_left[0] -= 1
         return real(fd, content if n_left[0] >= 0 else bytes(content)[:15])  # the disk takes a line and a half
 
-    monkeypatch.setattr("streamclr.journal.os.write", write)
+    monkeypatch.setattr("streamclr.records.journal.os.write", write)
     assert journal.write({"image": 0}, {"image": 1})
     assert not journal.write({"image": 2}, {"image": 3})
     n_left[0] = 1

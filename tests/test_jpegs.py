@@ -3,7 +3,7 @@ import random
 import pytest
 
 from camera import jpeg
-from streamclr.sources.jpegs import JpegSplitter
+from streamclr.streams.cameras.jpegs import JpegSplitter
 
 IMAGES = [jpeg(number, size) for number, size in ((1, (64, 64)), (2, (40, 30)), (3, (200, 100)))]
 

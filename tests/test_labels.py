@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from streamclr.errors import UserError
-from streamclr.labels import Conflict, Labels, Missing, Question
+from streamclr.base.errors import UserError
+from streamclr.labelling.store import Conflict, Labels, Missing, Question
 
 KEYS = [f"{i:032x}" for i in range(40)]
 

@@ -18,7 +18,7 @@ from streamclr import (
     open_stream,
     resnet18,
 )
-from streamclr.distributed import Alone
+from streamclr.compute.ranks import Alone
 from streamclr.policy import POLICIES
 
 

@@ -15,13 +15,13 @@ import torch
 
 from camera import RtspCamera, jpeg, number_of, write_clip
 from streamclr import UserError, open_stream
-from streamclr.account import Account
-from streamclr.checkpoint import Checkpoints
-from streamclr.config import RunConfig
-from streamclr.directory import RunDirectory
-from streamclr.frame import BadFrame
-from streamclr.run import run
-from streamclr.stream import LiveStream
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs.run import run
+from streamclr.streams.account import Account
+from streamclr.streams.frame import BadFrame
+from streamclr.streams.stream import LiveStream
 from test_asking import until
 
 av = pytest.importorskip("av")
@@ -258,12 +258,12 @@ def _resident(pid):
 
 
 def test_a_capture_process_that_hangs_is_replaced(camera, monkeypatch):
-    monkeypatch.setattr("streamclr.live.ANSWER_WITHIN", 0.5)
+    monkeypatch.setattr("streamclr.streams.cameras.live.ANSWER_WITHIN", 0.5)
     source = camera(fps=100)
     stream = open_stream(source.url, size=32, timeout=1)
     segments = stream.segments(10)
     next(segments)
-    monkeypatch.setattr("streamclr.live.START_WITHIN", 20.0)
+    monkeypatch.setattr("streamclr.streams.cameras.live.START_WITHIN", 20.0)
     first = stream._captures[0]._process
     stream._captures[0]._deadline = 0.0
     os.kill(first.pid, 19)  # SIGSTOP: it answers nothing any more
@@ -277,9 +277,9 @@ def test_a_capture_process_that_hangs_is_replaced(camera, monkeypatch):
 
 
 def test_a_capture_process_that_never_works_is_an_error(camera, monkeypatch):
-    monkeypatch.setattr("streamclr.live.SHORTEST_WAIT", 0.01)
+    monkeypatch.setattr("streamclr.streams.cameras.live.SHORTEST_WAIT", 0.01)
     stream = open_stream(camera().url, size=32)
-    monkeypatch.setattr("streamclr.live.sys.executable", "false")
+    monkeypatch.setattr("streamclr.streams.cameras.live.sys.executable", "false")
     with pytest.raises(UserError, match="never comes to work"):
         next(stream.segments(4))
 
@@ -372,14 +372,15 @@ def test_frames_that_are_all_rejected_are_in_the_account(tmp_path):
 
 
 def test_a_recording_without_times_keeps_its_rate(tmp_path):
-    from streamclr.sources.capture import Capture, Feed, Raw
+    from streamclr.streams.cameras.capture import CaptureThread, Raw
+    from streamclr.streams.cameras.feed import Feed
 
     class Timeless(Feed):
         def open(self, mark):
             good = lambda size: np.zeros((size, size, 3), np.uint8)  # noqa: E731
             return (Raw(_bad if i == 10 else good, i, i / 10) for i in range(50))
 
-    capture = Capture(Timeless("video", "", 8, drops=False, fps=5.0))
+    capture = CaptureThread(Timeless("video", "", 8, drops=False, fps=5.0))
     answer, frames = capture.fetch(100, 5)
     assert len(frames) == 24  # of 25, one of which is damaged
     assert answer["account"]["passed"] == {"fps": 25}
@@ -452,14 +453,14 @@ def test_retries_end_the_stream(camera):
 def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
     clip = write_clip(tmp_path / "clip.mp4")
     path, results = run(
-        RunConfig(source=f"{clip}?every=2", size=16, buffer=8, width=1, out=str(tmp_path / "run"), checkpoint_steps=1)
+        RunOptions(source=f"{clip}?every=2", size=16, buffer=8, width=1, out=str(tmp_path / "run"), checkpoint_steps=1)
     )
     assert results["images"] == 30
     account = Account(received=60, learned=30, passed=Counter(every=30))
     assert Account.of(results["account"]) == account
     source = camera(fps=200)
     url = source.url.replace("//", "//me:secret@")
-    path, results = run(RunConfig(source=url, size=16, buffer=8, width=1, images=24, out=str(tmp_path / "camera")))
+    path, results = run(RunOptions(source=url, size=16, buffer=8, width=1, images=24, out=str(tmp_path / "camera")))
     assert results["account"]["learned"] == 24
     for file in path.rglob("*"):
         assert not file.is_file() or b"secret" not in file.read_bytes()

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from streamclr import Learner, UserError, resnet18
-from streamclr.checkpoint import Checkpoints
-from streamclr.config import RunConfig
-from streamclr.directory import RunDirectory
-from streamclr.errors import NotFinite
+from streamclr.base.errors import NotFinite
 from streamclr.learner import all_finite
-from streamclr.run import run
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs.run import run
 from test_run import make_folder
 
 
 @pytest.fixture
 def config(tmp_path):
-    return RunConfig(
+    return RunOptions(
         source=f"folder:{make_folder(tmp_path / 'images', size=8)}?stc=5", buffer=8, width=1, images=80, probes=0,
         fractions="1", checkpoint_steps=1, out=str(tmp_path / "run"),
     )  # fmt: skip
@@ -160,7 +160,7 @@ def test_the_spread_tells_alike_from_different():
 def loops_clock(monkeypatch, sleep, monotonic):
     """For the loop alone: other threads of this process have the real one."""
     clock = SimpleNamespace(time=time.time, sleep=sleep, monotonic=monotonic)
-    monkeypatch.setattr("streamclr.loop.time", clock)
+    monkeypatch.setattr("streamclr.runs.loop.time", clock)
 
 
 def test_duty_rests_between_steps(config, monkeypatch):
@@ -204,7 +204,7 @@ def test_metrics_are_served_while_it_learns(config, monkeypatch, capsys):
 
 
 def test_a_stop_ends_a_rest(config, monkeypatch):
-    from streamclr.errors import Stopped
+    from streamclr.base.errors import Stopped
 
     slept = []
 
@@ -221,8 +221,8 @@ def test_a_stop_ends_a_rest(config, monkeypatch):
 
 
 def test_a_journal_that_somebody_removed_costs_nothing_else(config, tmp_path, monkeypatch, capsys):
-    from streamclr.checkpoint import Pace
-    from streamclr.errors import Stopped
+    from streamclr.base.errors import Stopped
+    from streamclr.records.checkpoints import Pace
 
     with monkeypatch.context() as patch:
         patch.setattr(Pace, "due", lambda self: signal.raise_signal(signal.SIGTERM))
@@ -256,7 +256,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(config, tmp_pat
 
 
 def test_a_stop_is_not_forgotten_when_the_learner_is_damaged(config, monkeypatch):
-    from streamclr.errors import Stopped
+    from streamclr.base.errors import Stopped
 
     def damage(learner):
         break_weight(learner)
@@ -278,8 +278,8 @@ def test_a_disk_that_became_read_only_does_not_end_the_run(config, monkeypatch, 
     def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("streamclr.journal.os.write", write)
-    monkeypatch.setattr("streamclr.journal.os.truncate", refuse)
+    monkeypatch.setattr("streamclr.records.journal.os.write", write)
+    monkeypatch.setattr("streamclr.records.journal.os.truncate", refuse)
     _, results = run(config)
     assert results["steps"] == 10
     said = capsys.readouterr().err

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from streamclr.machine import GIB, Machine
+from streamclr.runs.doctor.machine import GIB, Machine
 
 
 def system(root, **files):

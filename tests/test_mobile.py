@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from conftest import random_images
-from streamclr.export import export
-from streamclr.mobile import LARGEST_SIDE, metadata, open_program
-from streamclr.parity import classify
+from streamclr.models.export import export
+from streamclr.models.formats.executorch import LARGEST_SIDE, metadata, open_program
+from streamclr.models.parity import classify
 from test_export import made_run, shipped_of
 
 pytest.importorskip("executorch")

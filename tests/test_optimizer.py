@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import nn
 
-from streamclr.optimizer import Adam
+from streamclr.compute.adam import Adam
 
 
 def model():

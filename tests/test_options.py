@@ -1,7 +1,7 @@
 import pytest
 
 from streamclr import UserError
-from streamclr.options import build, convert, one_of, redacted, split
+from streamclr.base.options import build, convert, one_of, redacted, split
 
 
 class Thing:

@@ -13,9 +13,9 @@ import pytest
 from playwright.sync_api import expect
 
 from pages import ARTEFACTS, browser, finished_run
-from streamclr.directory import RunDirectory
-from streamclr.labels import Labels
-from streamclr.stream import open_stream
+from streamclr.labelling.store import Labels
+from streamclr.records.directory import RunDirectory
+from streamclr.streams.stream import open_stream
 
 chromium = pytest.fixture(scope="module")(browser)
 PATIENCE = 60_000  # milliseconds, of a machine that has much else to do

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from streamclr import UserError
-from streamclr.sources.pickled import read_pickle
+from streamclr.streams.datasets.pickled import read_pickle
 
 BATCH = {
     b"batch_label": b"training batch 1 of 5",

@@ -3,9 +3,9 @@ import os
 import pytest
 
 from streamclr import UserError
-from streamclr.checkpoint import write_json
-from streamclr.job import RESULT, Job
-from streamclr.places import Processes, open_place, work
+from streamclr.base.files import write_json
+from streamclr.sweeps.job import RESULT, Job
+from streamclr.sweeps.places import Processes, open_place, work
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from streamclr import (
     UserError,
 )
 from streamclr.buffer import Buffer, Pool
-from streamclr.encoder import infer
+from streamclr.encoders.inference import infer
 from streamclr.policy import POLICIES, k_center
 from streamclr.score import contrast_score
 

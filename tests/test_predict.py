@@ -14,11 +14,12 @@ from PIL import Image
 
 from camera import jpeg
 from conftest import random_images
-from streamclr import UserError, data
-from streamclr.cli import main
-from streamclr.exported import Model
-from streamclr.predict import Answer, csv_writer, json_printer, of_source, table_printer
-from streamclr.sources.dataset import ArrayImages, DatasetSource
+from streamclr import UserError
+from streamclr.cli.entry import main
+from streamclr.models.formats.reader import Model
+from streamclr.models.predict import Prediction, csv_writer, json_printer, of_source, table_printer
+from streamclr.streams.datasets import registry as data
+from streamclr.streams.datasets.images import ArrayImages, DatasetSource
 from test_cifar import as_binary, make_batches, write
 
 NOT_THERE = ("torch", "safetensors", "rich", "matplotlib", "onnx", "scipy")
@@ -304,7 +305,7 @@ def test_a_full_disk_is_named(tmp_path):
             return Path("/dev/full").open("w", **kwargs)
 
     with pytest.raises(UserError, match=r"cannot write .*No space left"), csv_writer(Full("a"), ["a"]) as told:
-        told([Answer(0, np.ones(1))])
+        told([Prediction(0, np.ones(1))])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -345,20 +346,20 @@ def test_probabilities_that_are_no_numbers_are_told():
 def test_class_names_are_safe_in_a_spreadsheet_and_on_a_terminal(tmp_path, capsys):
     names = ["=1+1", 'x,"y"', "猫", "\x1b[31mred\nline", "e\u0301" * 50]
     with csv_writer(tmp_path / "a.csv", names) as told:
-        told([Answer(i, np.eye(5)[i]) for i in range(5)])
+        told([Prediction(i, np.eye(5)[i]) for i in range(5)])
     with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
     assert [row[2] for row in rows] == ["'=1+1", *names[1:]]
     assert not any(text.startswith(("=", "+", "-", "@")) for text in head)
     told = table_printer(names, 2)
     for i in range(5):
-        told(Answer(i, 0.6 * np.eye(5)[i] + 0.4 * np.eye(5)[(i + 1) % 5]))
+        told(Prediction(i, 0.6 * np.eye(5)[i] + 0.4 * np.eye(5)[(i + 1) % 5]))
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert len(out.splitlines()) == 6
     assert {line.index("0.6000") for line in out.splitlines()[1:3]} == {52}
     told = json_printer(names, 9)
-    told(Answer(0, np.full(5, 0.2)))
+    told(Prediction(0, np.full(5, 0.2)))
     line = json.loads(capsys.readouterr().out)
     assert [entry["class"] for entry in line["top"]] == names  # a tie: in their own order
 

@@ -9,11 +9,11 @@ import torch
 
 from camera import jpeg, write_clip
 from streamclr import UserError, open_stream
-from streamclr.account import Account
-from streamclr.directory import RunDirectory
-from streamclr.predicting import PredictingStream, cut
-from streamclr.served import Served
-from streamclr.stream import LiveStream
+from streamclr.models.versions import Versions
+from streamclr.records.directory import RunDirectory
+from streamclr.runs.serving import PredictingStream, cut
+from streamclr.streams.account import Account
+from streamclr.streams.stream import LiveStream
 from test_asking import make_run, until
 from test_run import make_folder
 from test_served import CLASSES, make_version
@@ -26,7 +26,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def served(directory):
-    served = Served(directory)
+    served = Versions(directory)
     served.take(make_version(directory), None)
     return served
 
@@ -64,7 +64,7 @@ def test_the_segments_are_those_of_the_stream_and_every_frame_has_a_line(served)
 
 
 def test_before_there_is_a_head_the_class_is_null(directory):
-    served = Served(directory)
+    served = Versions(directory)
     assert len(list(predicting(SYNTHETIC, served).segments(8, until=16))) == 2
     assert len(lines(served)) == 16
     assert all(line[name] is None for line in lines(served) for name in ("class", "probability", "version"))
@@ -159,7 +159,7 @@ def test_a_bug_in_the_thread_is_raised_too_and_nothing_hangs(served, monkeypatch
     stream = predicting(SYNTHETIC, served)
     segments = stream.segments(8)
     next(segments)
-    monkeypatch.setattr("streamclr.served.Version.probabilities", lambda *_: 1 / 0)
+    monkeypatch.setattr("streamclr.models.versions.Version.probabilities", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(segments)
     assert numbers(served) == list(range(len(numbers(served))))
@@ -178,7 +178,7 @@ def test_whoever_says_so_while_waiting_ends_it(served, monkeypatch):
             held.set()  # or its thread would never end
         return held.is_set()
 
-    monkeypatch.setattr("streamclr.stream.Stream.read", read)
+    monkeypatch.setattr("streamclr.streams.stream.Stream.read", read)
     stream = predicting(SYNTHETIC, served)
     stream.idle = idle
     assert list(stream.segments(8)) == []
@@ -197,7 +197,7 @@ def test_a_full_disk_costs_lines_and_the_account_knows(served, monkeypatch, caps
                 raise OSError(28, "No space left on device")
         return real(fd, content)
 
-    monkeypatch.setattr("streamclr.journal.os.write", write)
+    monkeypatch.setattr("streamclr.records.journal.os.write", write)
     stream = predicting(SYNTHETIC, served)
     assert sum(map(len, stream.segments(8, until=80))) == 80
     assert stream.account.predicted == len(lines(served)) == 24

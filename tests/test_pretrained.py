@@ -18,14 +18,17 @@ from torch import nn
 
 from conftest import made_run, random_images
 from streamclr import Card, Learner, Pretrained, UserError, from_pretrained, resnet18, save_pretrained
-from streamclr.checkpoint import sha256_of, write_json
-from streamclr.classifier import Classifier
-from streamclr.cli import main
-from streamclr.config import RunConfig, make_learner
-from streamclr.encoder import Architecture, ContrastiveModel, infer
-from streamclr.export import export, kind_of
+from streamclr.base.files import sha256_of, write_json
+from streamclr.classifier import Head
+from streamclr.cli.entry import main
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import Architecture
+from streamclr.models.export import export, kind_of
+from streamclr.models.shipped import Shipped
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import make_learner
 from streamclr.score import contrast_score
-from streamclr.shipped import Shipped
 
 CLASSES = ["Äpfel", "猫 & <b>", "x,y"]
 CARD = Card(
@@ -46,7 +49,7 @@ def made(width=4, size=24, encoder="resnet18", stem="small", norm="batch", class
     model = ContrastiveModel(Architecture(encoder, width, stem, norm).make())
     for seed in range(2):
         model(pictures(8, size, seed) / 255)
-    head = Classifier(model.n_features, len(classes))
+    head = Head(model.n_features, len(classes))
     head.fit_scale(infer(model, pictures(64, size), model.features))
     nn.init.normal_(head.linear.weight, std=0.3)
     nn.init.normal_(head.linear.bias, std=0.3)
@@ -105,7 +108,7 @@ def test_loading_draws_no_random_numbers(saved):
 
 def test_the_classifier_is_folded():
     """Features far from zero and with little spread, where folding could lose digits."""
-    head = Classifier(32, 5)
+    head = Head(32, 5)
     generator = torch.Generator().manual_seed(0)
     features = 3 + 0.3 * torch.rand(200, 32, generator=generator)
     features[:, 7] = 0.25  # a feature that never moves
@@ -113,7 +116,7 @@ def test_the_classifier_is_folded():
     nn.init.normal_(head.linear.weight, generator=generator)
     with torch.no_grad():
         head.linear.weight[:, 7] = 0  # nothing can have been learned from it
-    from streamclr.pretrained import folded
+    from streamclr.models.pretrained import folded
 
     torch.testing.assert_close(folded(head)(features), head(features), atol=1e-4, rtol=0)
 
@@ -138,7 +141,7 @@ def test_a_learner_is_not_disturbed():
     learner = Learner(resnet18(width=2), buffer_size=8)
     learner.learn_many(pictures(8, 16))
     learner.encoder.conv1.requires_grad_(False)
-    taken = Pretrained(learner.model, Classifier(16, 2), ["a", "b"], 16)
+    taken = Pretrained(learner.model, Head(16, 2), ["a", "b"], 16)
     assert [p.requires_grad for p in learner.model.parameters()].count(False) == 1
     assert learner.model.training
     before = taken(pictures(4, 16))[1]
@@ -148,10 +151,10 @@ def test_a_learner_is_not_disturbed():
 
 def test_a_run_starts_from_it(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    learner = make_learner(RunConfig(init=str(saved), width=4, stem="small"))
+    learner = make_learner(RunOptions(init=str(saved), width=4, stem="small"))
     ours, theirs = learner.model.state_dict(), from_pretrained(saved).model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    learner = make_learner(RunConfig(init=str(saved / "model.safetensors"), width=4, stem="small"))
+    learner = make_learner(RunOptions(init=str(saved / "model.safetensors"), width=4, stem="small"))
     assert torch.equal(learner.model.encoder.conv1.weight, theirs["encoder.conv1.weight"])
     words = ["run", "--images", "64", "--buffer", "16", "--probes", "0", "--init", str(saved)]
     assert main([*words, "--width", "8", "--stem", "half"]) == 2
@@ -161,7 +164,7 @@ def test_a_run_starts_from_it(saved, tmp_path, capsys, monkeypatch):
 
 
 def test_only_what_can_be_saved():
-    head = Classifier(8, 2)
+    head = Head(8, 2)
     encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1))
     with pytest.raises(UserError, match="the encoder is a Sequential: use resnet18"):
         Pretrained(ContrastiveModel(encoder), head, ["a", "b"], 24)
@@ -307,7 +310,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr("streamclr.checkpoint.os.write", full)
+    monkeypatch.setattr("streamclr.records.checkpoints.os.write", full)
     with pytest.raises(OSError, match="No space left"):
         save_pretrained(made(), tmp_path / "m")
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,7 @@
 import torch
 
 from conftest import random_images
-from streamclr.quantise import N_CALIBRATION, Calibration
+from streamclr.models.formats.quantise import N_CALIBRATION, Calibration
 
 
 def among(images, others):

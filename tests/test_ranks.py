@@ -10,13 +10,13 @@ import time
 import pytest
 
 from camera import write_clip
-from streamclr.checkpoint import Checkpoints
-from streamclr.cli import main
-from streamclr.config import RunConfig
-from streamclr.directory import RunDirectory
-from streamclr.distributed import Alone
-from streamclr.errors import UserError
-from streamclr.run import prepare
+from streamclr.base.errors import UserError
+from streamclr.cli.entry import main
+from streamclr.compute.ranks import Alone
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import prepare
 from test_distributed import torchrun
 from test_run import make_folder, state_sha256
 
@@ -211,7 +211,7 @@ def test_what_several_ranks_cannot_do(tmp_path, monkeypatch, options, told):
         monkeypatch.chdir(tmp_path)
     asked = {"source": "synthetic:?size=8", "images": 160, "buffer": 8, "width": 1} | options
     with pytest.raises(UserError, match=told):
-        prepare(RunConfig(**asked), Two())
+        prepare(RunOptions(**asked), Two())
 
 
 def test_torchrun_is_for_run_alone(monkeypatch, capsys):

@@ -4,9 +4,10 @@ import html.parser
 import pytest
 
 from streamclr import UserError
-from streamclr.directory import RunDirectory
-from streamclr.report import Table, results_table, write_report
-from streamclr.run import run
+from streamclr.base.table import Table
+from streamclr.records.directory import RunDirectory
+from streamclr.runs.report import results_table, write_report
+from streamclr.runs.run import run
 from test_run import config  # noqa: F401
 
 

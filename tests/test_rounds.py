@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from streamclr import UserError
-from streamclr.checkpoint import load_tensors
-from streamclr.config import RunConfig
+from streamclr.base.tensors import load_tensors
 from streamclr.fleet.average import Update
 from streamclr.fleet.device import GLOBAL
 from streamclr.fleet.rounds import Rounds, read_rounds
-from streamclr.pretrained import from_pretrained
+from streamclr.models.pretrained import from_pretrained
+from streamclr.records.options import RunOptions
 
-CONFIG = RunConfig(width=1, stem="small", size=8)
+CONFIG = RunOptions(width=1, stem="small", size=8)
 OPTIONS = {"momentum": 0.0, "slow": 0.0, "statistics": "shared", "round_images": 16}
 
 

@@ -14,11 +14,14 @@ from PIL import Image
 
 from camera import write_clip
 from streamclr import Learner, UserError
-from streamclr.checkpoint import Checkpoints, Pace, load_tensors
-from streamclr.config import RunConfig, make_learner
-from streamclr.directory import RunDirectory, new_directory
-from streamclr.errors import Stopped
-from streamclr.run import open_run_stream, resolved, run
+from streamclr.base.errors import Stopped
+from streamclr.base.tensors import load_tensors
+from streamclr.records.checkpoints import Checkpoints, Pace
+from streamclr.records.directory import RunDirectory, new_directory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import open_run_stream, resolved
+from streamclr.runs.assemble import make_learner
+from streamclr.runs.run import run
 
 
 def make_folder(root, n=20, size=16, classes=("ant", "bee")):
@@ -36,7 +39,7 @@ def make_folder(root, n=20, size=16, classes=("ant", "bee")):
 @pytest.fixture
 def config(tmp_path):
     folder = make_folder(tmp_path / "images")
-    return RunConfig(
+    return RunOptions(
         source=f"folder:{folder}", buffer=8, width=2, lr=1e-3, stc=5, images=50, probes=2, fractions="0.1,1", seed=4,
         out=str(tmp_path / "run"),
     )  # fmt: skip
@@ -80,7 +83,8 @@ def test_saved_weights_are_the_learned_ones(config):
     head, classes = directory.load_classifier()
     assert classes == ["ant", "bee"]
     source = open_run_stream(directory.config).source
-    from streamclr.classifier import Accuracy, extract
+    from streamclr.classifier import Accuracy
+    from streamclr.runs.evaluation import extract
 
     predicted = head(extract(model, source.test).features).argmax(1)
     assert Accuracy.of(predicted, torch.from_numpy(source.test.labels), 2).top1 == results["labels"]["1.0"]["accuracy"]
@@ -117,7 +121,7 @@ def test_a_new_run_never_overwrites_an_old_one(config, tmp_path, monkeypatch):
 
 def test_an_unlabelled_stream_has_no_classifier(tmp_path):
     folder = make_folder(tmp_path / "images") / "ant"
-    path, results = run(RunConfig(source=f"folder:{folder}", buffer=4, width=2, out=str(tmp_path / "run")))
+    path, results = run(RunOptions(source=f"folder:{folder}", buffer=4, width=2, out=str(tmp_path / "run")))
     assert results["labels"] == {}
     assert results["images"] == 20
     with pytest.raises(UserError, match="has no classifier"):
@@ -210,7 +214,7 @@ def test_no_room_for_the_label_queue_leaves_nothing_behind(config, tmp_path, mon
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("streamclr.candidates.os.posix_fallocate", full)
+    monkeypatch.setattr("streamclr.labelling.candidates.os.posix_fallocate", full)
     with pytest.raises(UserError, match="no room for 16 candidates"):
         run(dataclasses.replace(config, label_budget="2"))
     assert not (tmp_path / "run").exists()
@@ -389,7 +393,7 @@ def test_two_processes_in_one_run_are_refused(config, tmp_path):
 
 KILLED = """
 import os, random, signal, sys, threading
-from streamclr.cli import main
+from streamclr.cli.entry import main
 from streamclr import checkpoint, commands  # imported first, so that it is a run that is killed
 seed, in_save = int(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(seed)

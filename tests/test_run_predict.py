@@ -14,14 +14,15 @@ import pytest
 
 from camera import Camera, write_clip
 from streamclr import UserError, open_stream
-from streamclr.account import Account
-from streamclr.checkpoint import Checkpoints
-from streamclr.classifier import Classifier
-from streamclr.config import RunConfig, make_encoder
-from streamclr.directory import RunDirectory
-from streamclr.encoder import ContrastiveModel
-from streamclr.run import run
-from streamclr.served import Score, Served, Version
+from streamclr.classifier import Head
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.models.versions import Score, Version, Versions
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder
+from streamclr.runs.run import run
+from streamclr.streams.account import Account
 from test_asking import until
 from test_run import content, kill_and_restart, make_folder, state_sha256
 
@@ -51,7 +52,7 @@ def check(path, account):
 
 @pytest.fixture
 def config(tmp_path):
-    return RunConfig(
+    return RunOptions(
         source=f"folder:{make_folder(tmp_path / 'images')}?stc=5", buffer=8, width=1, images=80, probes=0,
         fractions="1", checkpoint_steps=2, out=str(tmp_path / "run"),
     )  # fmt: skip
@@ -65,7 +66,7 @@ def test_a_run_with_predictions_is_the_same_run(config, tmp_path):
     assert len(check(path, Account.of(results["account"]))) == results["predictions"] == 80
     steps, _ = content(path)
     assert all("served" in step for step in steps)
-    served = Served(RunDirectory(path)).look()
+    served = Versions(RunDirectory(path)).look()
     assert results["served"] == json.loads(json.dumps(served.about()))
     assert (len(served.trained_on), served.score.n) == (26, 6)
     assert json.loads((path / "status.json").read_text())["served"] == results["served"]
@@ -93,8 +94,8 @@ def test_predictions_may_begin_and_end_in_the_middle_of_a_run(config, tmp_path, 
     """The option changes nothing that is learned: a run that was stopped goes on with it, or without."""
     import signal
 
-    from streamclr.checkpoint import Pace
-    from streamclr.loop import Stopped
+    from streamclr.records.checkpoints import Pace
+    from streamclr.runs.loop import Stopped
 
     whole, _ = run(replace(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
@@ -138,7 +139,7 @@ def test_an_error_before_the_first_step_leaves_nothing(tmp_path):
     folder.mkdir()
     for i in range(9):
         (folder / f"{i}.png").write_bytes(b"junk")
-    config = RunConfig(source=f"folder:{folder}?size=16", buffer=4, width=1, predict=True, out=str(tmp_path / "run"))
+    config = RunOptions(source=f"folder:{folder}?size=16", buffer=4, width=1, predict=True, out=str(tmp_path / "run"))
     with pytest.raises(UserError, match="not one image"):
         run(config)
     assert not (tmp_path / "run").exists()
@@ -178,7 +179,8 @@ def test_kill_9_at_random_moments_loses_no_prediction_and_makes_none_twice(tmp_p
 SLOW = """
 import sys, time
 from pathlib import Path
-from streamclr import cli, learner
+from streamclr import learner
+from streamclr.cli import entry
 file, learn_many = Path(sys.argv[1]) / "predictions.jsonl", learner.Learner.learn_many
 def n_lines():
     return file.read_bytes().count(b"\\n")
@@ -188,7 +190,7 @@ def slow_step(self, images):
         time.sleep(0.01)
     return learn_many(self, images)
 learner.Learner.learn_many = slow_step
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(entry.main(sys.argv[2:]))
 """
 
 
@@ -226,10 +228,10 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
     try:
         until(lambda: newest() is None, seconds=120)
         directory = RunDirectory(path)
-        ours = Served(directory)
+        ours = Versions(directory)
         for number in (1, 2):
             model = ContrastiveModel(make_encoder(directory.config))
-            version = Version(model, Classifier(8, 2), ("a", "b"), 0, frozenset(), frozenset(), Score(0, 0, 0.0))
+            version = Version(model, Head(8, 2), ("a", "b"), 0, frozenset(), frozenset(), Score(0, 0, 0.0))
             ours.take(version, ours.current)
             until(lambda number=number: newest() == number, seconds=60)
         said = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=True).stdout
@@ -259,7 +261,10 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
 STAGED = """
 import json, os, sys, time
 from pathlib import Path
-from streamclr import challenger, checkpoint, cli, learner
+from streamclr import learner
+from streamclr.cli import entry
+from streamclr.records import checkpoints as checkpoint
+from streamclr.runs import challenger
 path = Path(sys.argv[1])
 log = (path.parent / "log.jsonl").open("a", buffering=1)
 
@@ -327,7 +332,7 @@ def worse(*arguments, **options):
 
 learner.Learner.learn_many, checkpoint.Checkpoints.save = staged_step, staged_save
 challenger.Challenger.__init__ = staged_init
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(entry.main(sys.argv[2:]))
 """
 
 
@@ -398,13 +403,13 @@ def test_a_real_clip_with_labels_that_come_while_it_learns(tmp_path):
 
 
 def test_what_is_served_classifies_other_images_too(config, capsys):
-    from streamclr.cli import main
+    from streamclr.cli.entry import main
 
     path, _ = run(replace(config, predict=True))
     classify = ["predict", str(path), "--source", config.source, "--images", "3"]
     assert main([*classify, "--served"]) == 0
     found = [json.loads(line)["class"] for line in capsys.readouterr().out.splitlines()]
-    version = Served(RunDirectory(path)).look()
+    version = Versions(RunDirectory(path)).look()
     images = open_stream(config.source).read(3)
     assert found == [version.classes[i] for i in version.probabilities(images).argmax(1)]
     assert main([*classify, "--served", "--fraction", "1"]) == 2

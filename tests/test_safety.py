@@ -28,15 +28,16 @@ pytest.importorskip("uvicorn")
 
 import uvicorn
 
-import streamclr.serve
-from streamclr.cli import main
-from streamclr.config import RunConfig
-from streamclr.run import run
-from streamclr.serve import ServeConfig, safety, serve
-from streamclr.serve.app import make_app
-from streamclr.serve.safety import Limits, Safe, own_names
-from streamclr.serve.site import Site
-from streamclr.serve.view import shown
+import streamclr.web.server
+from streamclr.cli.entry import main
+from streamclr.records.options import RunOptions
+from streamclr.runs.run import run
+from streamclr.web import safety
+from streamclr.web.app import make_app
+from streamclr.web.safety import Limits, Safe, own_names
+from streamclr.web.server import ServeOptions, serve
+from streamclr.web.site import Site
+from streamclr.web.view import shown
 from test_run import make_folder
 
 CSP = (
@@ -49,11 +50,11 @@ JSON = ("Content-Type", "application/json")
 # `streamclr serve` with other limits, in a process of its own.
 COMMAND = """
 import functools, json, os, sys
-from streamclr.serve import connection, safety
+from streamclr.web import connection, safety
 os.nice = lambda _: 0
 rate, safety.SLOWEST_BODY, connection.LONGEST_IDLE = json.loads(sys.argv.pop(1))
 safety.Safe = functools.partial(safety.Safe, rate=rate)
-from streamclr.cli import main
+from streamclr.cli.entry import main
 sys.exit(main())
 """
 
@@ -186,7 +187,7 @@ def runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("safety")
     folder = make_folder(place / "images")
     path, _ = run(
-        RunConfig(
+        RunOptions(
             source=f"folder:{folder}", buffer=8, width=2, lr=1e-3, stc=5, images=40, probes=0, fractions="1",
             label_budget="12", out=str(place / "runs" / "ants"),
         )
@@ -903,7 +904,7 @@ def test_other_methods_and_websockets_are_refused(server, hasty):
 
 
 def static_files():
-    return {file.name: file.read_bytes() for file in (files("streamclr.serve") / "static").iterdir()}
+    return {file.name: file.read_bytes() for file in (files("streamclr.web") / "static").iterdir()}
 
 
 def test_pages_load_nothing_from_elsewhere(server, ants):
@@ -977,8 +978,8 @@ def test_errors_are_told_without_passwords(server, ants, monkeypatch):
 
 
 def test_what_a_directory_holds_does_not_end_the_live_stream(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(streamclr.serve.site, "EVERY", 0.01)
-    monkeypatch.setattr(streamclr.serve.site, "LOOK_FOR_RUNS", 1)
+    monkeypatch.setattr(streamclr.web.site, "EVERY", 0.01)
+    monkeypatch.setattr(streamclr.web.site, "LOOK_FOR_RUNS", 1)
     path = shutil.copytree(runs / "ants", tmp_path / "ants")
 
     async def follow():
@@ -1013,13 +1014,13 @@ def test_pictures_are_shown(server, ants):
 @pytest.fixture
 def unserved(monkeypatch):
     """`serve` up to where it would begin, at the loopback address whatever it is told."""
-    listen = streamclr.serve._listen
+    listen = streamclr.web.server._listen
     opened = []
     monkeypatch.setattr(
-        streamclr.serve, "_listen", lambda _, port: opened.append(listen("127.0.0.1", port)) or opened[-1]
+        streamclr.web.server, "_listen", lambda _, port: opened.append(listen("127.0.0.1", port)) or opened[-1]
     )
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
-    monkeypatch.setattr(streamclr.serve.os, "nice", lambda _: 0)
+    monkeypatch.setattr(streamclr.web.server.os, "nice", lambda _: 0)
     yield
     for one in opened:
         one.close()
@@ -1027,7 +1028,7 @@ def unserved(monkeypatch):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "fe80::1", "box.example"])
 def test_an_address_that_others_reach_is_warned_of(unserved, runs, capsys, host):
-    serve(ServeConfig(runs=(str(runs),), port=0, host=host))
+    serve(ServeOptions(runs=(str(runs),), port=0, host=host))
     out, err = capsys.readouterr()
     assert re.fullmatch(r"open http://\S+:\d+/\?token=[\w-]{43}\n", out)
     assert f"streamclr: {host} is open to others" in err
@@ -1037,7 +1038,7 @@ def test_an_address_that_others_reach_is_warned_of(unserved, runs, capsys, host)
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost", "LOCALHOST"])
 def test_an_address_of_this_machine_alone_is_not(unserved, runs, capsys, host):
-    serve(ServeConfig(runs=(str(runs),), port=0, host=host))
+    serve(ServeOptions(runs=(str(runs),), port=0, host=host))
     assert capsys.readouterr().err == ""
 
 
@@ -1062,7 +1063,7 @@ def test_a_bad_value_is_one_line(monkeypatch, runs, capsys, words):
 
 def test_small_answers_are_sent_at_once():
     """asyncio turns Nagle's algorithm off, which costs 40 ms a request, only where the protocol is TCP by name."""
-    with streamclr.serve._listen("127.0.0.1", 0) as listening:
+    with streamclr.web.server._listen("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from conftest import random_images
 from streamclr import contrast_score
-from streamclr.encoder import infer
+from streamclr.encoders.inference import infer
 from streamclr.score import rank_correlation, stand_ins
 from streamclr.views import flip
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from pages import Served, finished_run
-from streamclr.labels import Labels
-from streamclr.serve.site import run_id
+from streamclr.labelling.store import Labels
+from streamclr.web.site import run_id
 from test_asking import until
 
 

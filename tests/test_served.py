@@ -4,11 +4,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from streamclr.checkpoint import Checkpoints
-from streamclr.classifier import Classifier
-from streamclr.directory import RunDirectory
-from streamclr.errors import UserError
-from streamclr.served import BACK, N_VERSIONS, Score, Served, Version
+from streamclr.base.errors import UserError
+from streamclr.classifier import Head
+from streamclr.models.versions import BACK, N_VERSIONS, Score, Version, Versions
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.directory import RunDirectory
 from test_asking import encoder, make_run
 
 CLASSES = ("red", "green", "blue")
@@ -20,7 +20,7 @@ def directory(tmp_path):
 
 
 def make_version(directory, seed=0, classes=CLASSES, score=Score(4, 5, 0.5), step=7):  # noqa: B008
-    head = Classifier(8, len(classes))
+    head = Head(8, len(classes))
     torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(seed))
     keys = frozenset({"a", "b"}), frozenset({"c"})
     return Version(encoder(directory.path, seed), head, classes, step, *keys, score)
@@ -38,8 +38,8 @@ def taken(served, n):
 
 def test_what_is_taken_is_what_another_process_finds(directory):
     version = make_version(directory)
-    ours = Served(directory).take(version, None)
-    theirs = Served(directory).look()
+    ours = Versions(directory).take(version, None)
+    theirs = Versions(directory).look()
     assert (ours.number, theirs.number) == (1, 1)
     assert torch.equal(theirs.probabilities(images()), version.probabilities(images()))
     assert (theirs.classes, theirs.step, theirs.score) == (version.classes, version.step, version.score)
@@ -50,59 +50,59 @@ def test_what_is_taken_is_what_another_process_finds(directory):
 
 
 def test_there_is_nothing_before_the_first(directory):
-    assert Served(directory).look() is None
+    assert Versions(directory).look() is None
     assert not (directory.path / "served").exists()
 
 
 def test_the_last_few_are_kept(directory):
-    served = taken(Served(directory), N_VERSIONS + 3)
+    served = taken(Versions(directory), N_VERSIONS + 3)
     names = sorted(path.name for path in (directory.path / "served").iterdir())
     assert names == [f"{n:010}" for n in range(4, N_VERSIONS + 4)]
     for number in range(N_VERSIONS + 2, 3, -1):
-        assert Served(directory).rollback()[0].number == number
+        assert Versions(directory).rollback()[0].number == number
     with pytest.raises(UserError, match=r"version 4 is the first of .*: there is none before it"):
         served.rollback()
 
 
 def test_a_rollback_of_another_process_is_seen_and_its_number_never_used_again(directory):
     told = []
-    running = taken(Served(directory, told.append), 3)
-    now, was = Served(directory).rollback()
+    running = taken(Versions(directory, told.append), 3)
+    now, was = Versions(directory).rollback()
     assert (now.number, was.number) == (2, 3)
     assert running.current.number == 3  # not yet looked
     assert running.look().number == 2
     assert told == [f"rolled back: {now} is served instead of version 3"]
     assert running.take(make_version(directory, 9), running.current).number == 4
-    assert Served(directory).rollback()[0].number == 2  # not 3, which was refused by a person
+    assert Versions(directory).rollback()[0].number == 2  # not 3, which was refused by a person
     assert [path.name for path in (directory.path / "served").glob(f"*{BACK}")] == [f"{4:010}{BACK}"]
     assert running.look().number == 2
     assert running.take(make_version(directory, 9), running.current).number == 5
 
 
 def test_a_rollback_past_a_damaged_version_keeps_the_good_one_and_no_number_is_used_again(directory):
-    running = taken(Served(directory), 3)
+    running = taken(Versions(directory), 3)
     lose(directory.path / "served" / f"{3:010}" / "manifest.json")
-    assert Served(directory).rollback()[0].number == 1
+    assert Versions(directory).rollback()[0].number == 1
     assert {path.name for path in (directory.path / "served").glob(f"*{BACK}")} == {f"{n:010}{BACK}" for n in (2, 3)}
     assert running.look().number == 1
     for number in (4, 5):
         assert running.take(make_version(directory), running.current).number == number
     for number in (4, 1):
-        assert Served(directory).rollback()[0].number == number
+        assert Versions(directory).rollback()[0].number == number
     running.look()
     assert running.take(make_version(directory), running.current).number == 6
 
 
 def test_nothing_to_roll_back_is_one_line(directory):
     with pytest.raises(UserError, match="serves no version: run with --predict"):
-        Served(directory).rollback()
+        Versions(directory).rollback()
     assert not (directory.path / "served").exists()
 
 
 def test_a_version_is_not_taken_instead_of_one_that_is_no_longer_served(directory):
-    running = taken(Served(directory), 2)
+    running = taken(Versions(directory), 2)
     rival = running.current
-    Served(directory).rollback()
+    Versions(directory).rollback()
     assert running.take(make_version(directory), rival) is None
     assert running.current.number == 1
     assert running.take(make_version(directory), running.current).number == 3
@@ -121,10 +121,10 @@ def lose(path):
 @pytest.mark.parametrize("file", ["state.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", [flip, lose])
 def test_a_damaged_version_is_passed_over_and_told(directory, file, damage):
-    taken(Served(directory), 3)
+    taken(Versions(directory), 3)
     damage(directory.path / "served" / f"{3:010}" / file)
     told = []
-    served = Served(directory, told.append)
+    served = Versions(directory, told.append)
     assert served.look().number == 2
     assert len(told) == 1
     assert "version 3 is passed over for the one before" in told[0]
@@ -132,9 +132,9 @@ def test_a_damaged_version_is_passed_over_and_told(directory, file, damage):
     assert len(told) == 1  # once
     now, was = served.rollback()
     assert (now.number, was.number) == (1, 2)
-    assert Served(directory).look().number == 1
-    assert Served(directory).take(make_version(directory), None) is None
-    assert taken(Served(directory), 0).look().number == 1
+    assert Versions(directory).look().number == 1
+    assert Versions(directory).take(make_version(directory), None) is None
+    assert taken(Versions(directory), 0).look().number == 1
 
 
 @pytest.mark.parametrize(
@@ -149,26 +149,26 @@ def test_a_damaged_version_is_passed_over_and_told(directory, file, damage):
 )
 def test_what_is_whole_but_no_version_is_passed_over_too(directory, change):
     version = make_version(directory)
-    Served(directory).take(version, None)
+    Versions(directory).take(version, None)
     state = version.state_dict() | {"model": dict(version.model.state_dict())}
     change(state)
     Checkpoints(directory.path / "served").save(2, state)
     told = []
-    assert Served(directory, told.append).look().number == 1
+    assert Versions(directory, told.append).look().number == 1
     assert len(told) == 1
 
 
 def test_all_damaged_is_nothing_served(directory):
-    taken(Served(directory), 2)
+    taken(Versions(directory), 2)
     for number in (1, 2):
         flip(directory.path / "served" / f"{number:010}" / "state.safetensors")
-    assert Served(directory).look() is None
+    assert Versions(directory).look() is None
     with pytest.raises(UserError, match=r"no version in .* is whole"):
-        Served(directory).rollback()
+        Versions(directory).rollback()
 
 
 def test_who_looks_does_not_wait_for_a_version_that_is_being_saved(directory, monkeypatch):
-    served, in_save, go_on, real = taken(Served(directory), 1), threading.Event(), threading.Event(), Checkpoints.save
+    served, in_save, go_on, real = taken(Versions(directory), 1), threading.Event(), threading.Event(), Checkpoints.save
 
     def save(self, number, state):
         in_save.set()
@@ -186,13 +186,13 @@ def test_who_looks_does_not_wait_for_a_version_that_is_being_saved(directory, mo
 
 
 def test_taking_and_rolling_back_at_the_same_time_leaves_whole_versions(directory):
-    running, told = taken(Served(directory), 2), []
+    running, told = taken(Versions(directory), 2), []
     ends = threading.Event()
 
     def roll_back():
         while not ends.is_set():
             with suppress(UserError):
-                Served(directory, told.append).rollback()
+                Versions(directory, told.append).rollback()
 
     other = threading.Thread(target=roll_back)
     other.start()
@@ -204,5 +204,5 @@ def test_taking_and_rolling_back_at_the_same_time_leaves_whole_versions(director
     other.join(20)
     assert numbers == sorted(set(numbers))
     assert numbers
-    assert Served(directory, told.append).look() is not None
+    assert Versions(directory, told.append).look() is not None
     assert not told  # nothing was found half done

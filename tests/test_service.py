@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamclr import service
-from streamclr.service import Notifier
+from streamclr.runs import service
+from streamclr.runs.service import Notifier
 
 DOCS = Path(__file__).parent.parent / "docs" / "service.md"
 
@@ -108,7 +108,7 @@ def unit():
 
 
 def test_the_unit_of_the_docs_starts_a_command_that_exists():
-    from streamclr.cli import parse
+    from streamclr.cli.entry import parse
 
     _, config = parse(re.search(r"^ExecStart=\S+/streamclr (.*)$", unit(), re.MULTILINE)[1].split())
     assert config.out.startswith("/var/lib/streamclr/")

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from streamclr import UserError, open_stream
-from streamclr.live import make_feed
-from streamclr.stream import LiveStream
+from streamclr.streams.cameras.feed import make_feed
+from streamclr.streams.stream import LiveStream
 
 
 @pytest.mark.parametrize("n", [2, 3])

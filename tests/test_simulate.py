@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 
 from streamclr import UserError
-from streamclr.config import RunConfig
 from streamclr.fleet.average import exchanged
-from streamclr.fleet.config import SHARED, RoundsConfig, SimulateConfig
-from streamclr.fleet.device import GLOBAL, Device, Labelled
+from streamclr.fleet.device import GLOBAL, Device, LabelledImages
+from streamclr.fleet.options import SHARED, RoundsOptions, SimulateOptions
 from streamclr.fleet.rounds import Rounds, read_rounds
 from streamclr.fleet.simulate import drops_out, prepared, run_rounds, simulate, simulated
 from streamclr.fleet.split import whole_of
-from streamclr.pretrained import from_pretrained
+from streamclr.models.pretrained import from_pretrained
+from streamclr.records.options import RunOptions
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def flower():
 def asked(source, out, **options):
     small = {"devices": 4, "rounds": 2, "round_images": 16, "buffer": 8, "width": 1, "stem": "small", "workers": 1}
     small["patience"] = 1000  # whoever is slow for a while on a busy machine is not silent
-    return SimulateConfig(**{"source": source, "out": str(out), "stc": 5} | small | options)
+    return SimulateOptions(**{"source": source, "out": str(out), "stc": 5} | small | options)
 
 
 def test_the_engine_runs_a_fleet_and_goes_on_with_it(source, tmp_path, monkeypatch):
@@ -107,13 +107,13 @@ def test_what_a_device_sends_are_weights_and_features_and_nothing_else(tmp_path,
     from streamclr.fleet.apps import client_app
     from streamclr.fleet.strategy import as_record, as_weights
 
-    config = RunConfig(
+    config = RunOptions(
         source="synthetic:?size=8", buffer=8, width=1, stem="small", size=8, out=str(tmp_path / "device")
     )
     options = {"momentum": 0.0, "slow": 0.0, "statistics": "shared", "round_images": 16}
     rounds = Rounds(tmp_path / "server", config, options)
     images = torch.zeros(3, 3, 8, 8, dtype=torch.uint8)
-    labelled = Labelled(images, ["cat", "dog", "cat"])
+    labelled = LabelledImages(images, ["cat", "dog", "cat"])
     app = client_app(lambda context, told: Device(config, labelled=lambda: labelled))
     context = Context(run_id=1, node_id=7, node_config={}, state=RecordDict(), run_config={})
 
@@ -174,8 +174,8 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
 
     from streamclr.fleet.strategy import WHOLE, Fleet, as_record
 
-    config = RunConfig(width=1, stem="small", size=8)
-    options = RoundsConfig(round_images=16)
+    config = RunOptions(width=1, stem="small", size=8)
+    options = RoundsOptions(round_images=16)
     rounds = Rounds(tmp_path / "server", config, options.of_the_rounds)
     fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
     metrics = MetricRecord({"num-examples": 16, "loss": 2.0})
@@ -218,8 +218,8 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
         def get_node_ids(self):
             return [1, 2, 3]
 
-    options = RoundsConfig(round_images=16)
-    rounds = Rounds(tmp_path / "server", (config := RunConfig(width=1, stem="small", size=8)), options.of_the_rounds)
+    options = RoundsOptions(round_images=16)
+    rounds = Rounds(tmp_path / "server", (config := RunOptions(width=1, stem="small", size=8)), options.of_the_rounds)
     fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
 
     def asked_with_head():
@@ -269,7 +269,7 @@ import importlib.util, json, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("flwr", "ray") else find(name, *rest)
 import streamclr, streamclr.commands, streamclr.fleet.commands
-from streamclr.cli import main
+from streamclr.cli.entry import main
 code = main(["fleet", "keys", "nowhere"])
 print(json.dumps([code, [name for name in ("flwr", "ray") if name in sys.modules]]))
 """

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from streamclr import UserError
-from streamclr.source import SOURCES, absolute_source, open_source, split_source, takes
-from streamclr.sources.capture import Feed
+from streamclr.streams.cameras.feed import Feed
+from streamclr.streams.spec import SOURCES, absolute_source, open_source, split_source, takes
 
 
 def test_images_by_number_and_labels_are_arrays():

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamclr import UserError
-from streamclr.fleet.split import Part, deal, whole_of
-from streamclr.sources.dataset import ArrayImages
+from streamclr.fleet.split import Subset, deal, whole_of
+from streamclr.streams.datasets.images import ArrayImages
 
 LABELS = np.repeat(np.arange(10), 50)
 
@@ -49,7 +49,7 @@ def test_wrong_splits_are_told(split, n, message):
 
 def test_a_part_is_some_of_the_images():
     images = np.arange(500, dtype=np.int64)[:, None, None, None].astype(np.uint8) * np.ones((1, 3, 2, 2), np.uint8)
-    part = Part(ArrayImages(images, LABELS, [str(i) for i in range(10)]), np.array([7, 60, 499]))
+    part = Subset(ArrayImages(images, LABELS, [str(i) for i in range(10)]), np.array([7, 60, 499]))
     assert len(part) == 3
     assert part.labels.tolist() == [0, 1, 9]
     assert part.images(np.array([1, 2]))[:, 0, 0, 0].tolist() == [60, 499 % 256]

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from streamclr.fleet.superlink import Gate, is_allowed, own_address
+from streamclr.fleet.flower.superlink import Gate, is_allowed, own_address
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from streamclr import UserError, data, open_stream
+from streamclr import UserError, open_stream
+from streamclr.streams.datasets import registry as data
 
 
 def write(directory, n=9, compressed=True):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from streamclr import open_stream
-from streamclr.sources.synthetic import CLASSES, SHAPES, TEXTURES
+from streamclr.streams.datasets.synthetic import CLASSES, SHAPES, TEXTURES
 
 
 def test_tracks_are_stc_long_and_change_class():

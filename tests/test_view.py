@@ -9,13 +9,14 @@ import time
 import pytest
 import torch
 
-from streamclr.checkpoint import json_line, save_tensors, write_json
-from streamclr.config import RunConfig
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.base.files import json_line, write_json
+from streamclr.base.tensors import save_tensors
 from streamclr.learner import Step
-from streamclr.serve import view
-from streamclr.serve.site import Site
-from streamclr.serve.view import MOST_POINTS, Journal, RunView, columns, find_runs, thinned
+from streamclr.records.options import RunOptions
+from streamclr.web import view
+from streamclr.web.site import Site
+from streamclr.web.view import MOST_POINTS, JournalTail, RunView, columns, find_runs, thinned
 
 
 def line(number, replaced=10, **more):
@@ -27,13 +28,13 @@ def line(number, replaced=10, **more):
 def run(tmp_path):
     path = tmp_path / "run"
     path.mkdir()
-    config = RunConfig(source="rtsp://me:secret@camera/1", images=None, out=None)
+    config = RunOptions(source="rtsp://me:secret@camera/1", images=None, out=None)
     write_json(path / "config.json", dataclasses.asdict(config))
     return path
 
 
 def test_only_new_steps_are_told(run):
-    journal, file = Journal(run / "journal.jsonl"), run / "journal.jsonl"
+    journal, file = JournalTail(run / "journal.jsonl"), run / "journal.jsonl"
     assert journal.read() == (False, [])
     file.write_text(line(1) + line(2))
     anew, points = journal.read()
@@ -49,7 +50,7 @@ def test_only_new_steps_are_told(run):
 
 
 def test_a_run_that_goes_back_begins_anew(run):
-    journal, file = Journal(run / "journal.jsonl"), run / "journal.jsonl"
+    journal, file = JournalTail(run / "journal.jsonl"), run / "journal.jsonl"
     file.write_text("".join(map(line, range(1, 10))))
     journal.read()
     file.write_text("".join(map(line, range(1, 5))))
@@ -59,7 +60,7 @@ def test_a_run_that_goes_back_begins_anew(run):
 
 
 def test_damaged_lines_are_passed_over(run):
-    journal, file = Journal(run / "journal.jsonl"), run / "journal.jsonl"
+    journal, file = JournalTail(run / "journal.jsonl"), run / "journal.jsonl"
     file.write_bytes(line(1).encode() + b"\xff\xfe{]\n[]\n3\n{}\n" + line(2).encode())
     assert [point["step"] for point in journal.read()[1]] == [1, 2]
 
@@ -67,10 +68,10 @@ def test_damaged_lines_are_passed_over(run):
 def test_weeks_of_steps_are_thinned_to_what_a_chart_shows(run, monkeypatch):
     file = run / "journal.jsonl"
     file.write_text("".join(map(line, range(1, 8001))))
-    whole = Journal(file)
+    whole = JournalTail(file)
     whole.read()
     monkeypatch.setattr(view, "WHOLE", 2**16)  # as if this were gigabytes
-    sampled = Journal(file)
+    sampled = JournalTail(file)
     sampled.read()
     for journal in (whole, sampled):
         assert journal.last["number"] == 8000
@@ -167,7 +168,7 @@ def test_one_run_hides_no_other(run, tmp_path, capsys):
     assert {view.name for view in site.views.values()} == {"run", "one", "empty"}
     assert capsys.readouterr().err.count("left out: broken") == 1
     assert all(site._news(number) is not None for number in site.views)
-    write_json(tmp_path / "some" / "broken" / "config.json", dataclasses.asdict(RunConfig(source="synthetic:")))
+    write_json(tmp_path / "some" / "broken" / "config.json", dataclasses.asdict(RunOptions(source="synthetic:")))
     site._find_runs()
     assert len(site.views) == 4
 
@@ -184,7 +185,7 @@ def test_what_was_shown_of_a_deleted_run_stays_and_another_in_its_place_is_anoth
     assert site.views[number] is before
     assert len(before.journal.points) == 2
     run.mkdir()
-    write_json(run / "config.json", dataclasses.asdict(RunConfig(source="synthetic:", images=7)))
+    write_json(run / "config.json", dataclasses.asdict(RunOptions(source="synthetic:", images=7)))
     site._find_runs()
     assert site.views[number].config.images == 7
     (run / "journal.jsonl").write_text(line(1))

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from conftest import random_images
-from streamclr.checkpoint import save_tensors
-from streamclr.serve.wall import COLUMNS, Wall, make_sheet
+from streamclr.base.tensors import save_tensors
+from streamclr.web.wall import COLUMNS, Wall, make_sheet
 
 
 def write(path, n=20, n_left=3, features=None, scored=True, guards=None, step=7):

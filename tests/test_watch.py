@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from camera import jpeg
-from streamclr.sources.watch import watch
+from streamclr.streams.cameras.watch import watch
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,9 @@ def meanwhile(monkeypatch):
         if left:
             left.popleft()()
 
-    monkeypatch.setattr("streamclr.sources.watch.time", SimpleNamespace(sleep=sleep))  # other threads have the real one
+    monkeypatch.setattr(
+        "streamclr.streams.cameras.watch.time", SimpleNamespace(sleep=sleep)
+    )  # other threads have the real one
     return left
 
 

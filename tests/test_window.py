@@ -7,19 +7,19 @@ import time
 import pytest
 import torch
 
-from streamclr import window
-from streamclr.config import RunConfig
-from streamclr.directory import RunDirectory
-from streamclr.errors import UserError
-from streamclr.guard import Guarded
-from streamclr.run import prepare
-from streamclr.window import Window, look
+from streamclr.base.errors import UserError
+from streamclr.guards import Guarded
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs import status as window
+from streamclr.runs.assemble import prepare
+from streamclr.runs.status import Window, look
 
 
 @pytest.fixture
 def shown(tmp_path):
     """A learner after some steps, its directory and its window."""
-    config = RunConfig(source="synthetic:", images=320, width=4, buffer=16, guards="on", out=str(tmp_path / "run"))
+    config = RunOptions(source="synthetic:", images=320, width=4, buffer=16, guards="on", out=str(tmp_path / "run"))
     config, stream, learner = prepare(config)
     directory = RunDirectory.of(config)
     for images in stream.segments(16, until=96):
@@ -50,7 +50,7 @@ def test_who_looks_sees_the_status_and_the_buffer(shown):
 
 def test_what_left_is_what_was_there_and_is_not_with_the_scores_for_which_it_went(shown):
     learner, directory, _ = shown
-    stream = prepare(RunConfig(source="synthetic:", images=320, width=4, buffer=16, guards="on"))[1]
+    stream = prepare(RunOptions(source="synthetic:", images=320, width=4, buffer=16, guards="on"))[1]
     stream.read(96)
     n_left = 0
     for images in stream.segments(16, until=320):
@@ -116,7 +116,9 @@ def test_the_guard_that_hid_an_image_is_known(shown):
 
 
 def test_serving_without_its_packages_is_one_line(tmp_path):
-    code = "import sys; sys.modules['uvicorn'] = None; from streamclr.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; from streamclr.cli.entry import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "run", "--source", "synthetic:", "--images", "320", "--serve"]
     done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True)
     assert done.returncode == 2

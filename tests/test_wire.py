@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from streamclr import wire
+from streamclr.models.formats import protobuf as wire
 
 onnx = pytest.importorskip("onnx")
 

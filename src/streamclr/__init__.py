@@ -4,70 +4,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from streamclr.base.errors import UserError
     from streamclr.buffer import Buffer
-    from streamclr.card import Card
-    from streamclr.encoder import resnet18, resnet34, resnet50
-    from streamclr.errors import UserError
-    from streamclr.guard import Guarded
+    from streamclr.encoders.resnet import resnet18, resnet34, resnet50
+    from streamclr.guards import Guarded
     from streamclr.learner import Learner, Step
     from streamclr.loss import nt_xent
-    from streamclr.policy import (
-        ContrastScoring,
-        FIFOReplace,
-        KCenter,
-        RandomReplace,
-        Reservoir,
-        SelectiveBackprop,
-    )
-    from streamclr.pretrained import Pretrained, from_pretrained, save_pretrained
+    from streamclr.models.card import Card
+    from streamclr.models.pretrained import Pretrained, from_pretrained, save_pretrained
+    from streamclr.policy import ContrastScoring, FIFOReplace, KCenter, RandomReplace, Reservoir, SelectiveBackprop
     from streamclr.score import contrast_score
-    from streamclr.stream import open_stream
+    from streamclr.streams.stream import open_stream
     from streamclr.views import StrongViews
 
-__all__ = [
-    "Buffer",
-    "Card",
-    "ContrastScoring",
-    "FIFOReplace",
-    "Guarded",
-    "KCenter",
-    "Learner",
-    "Pretrained",
-    "RandomReplace",
-    "Reservoir",
-    "SelectiveBackprop",
-    "Step",
-    "StrongViews",
-    "UserError",
-    "contrast_score",
-    "from_pretrained",
-    "nt_xent",
-    "open_stream",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "save_pretrained",
-]
-
-_MODULES = (
-    "buffer",
-    "encoder",
-    "errors",
-    "guard",
-    "learner",
-    "loss",
-    "policy",
-    "score",
-    "stream",
-    "views",
-    "pretrained",
-)
+_MODULES = {
+    "base.errors": ["UserError"],
+    "buffer": ["Buffer"],
+    "encoders.resnet": ["resnet18", "resnet34", "resnet50"],
+    "guards": ["Guarded"],
+    "learner": ["Learner", "Step"],
+    "loss": ["nt_xent"],
+    "models.card": ["Card"],
+    "models.pretrained": ["Pretrained", "from_pretrained", "save_pretrained"],
+    "policy": ["ContrastScoring", "FIFOReplace", "KCenter", "RandomReplace", "Reservoir", "SelectiveBackprop"],
+    "score": ["contrast_score"],
+    "streams.stream": ["open_stream"],
+    "views": ["StrongViews"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: a capture process has no use for torch."""
-    if name in __all__:
-        for module in map(import_module, (f"{__name__}.{module}" for module in _MODULES)):
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import on first use: a capture process must not load torch."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,5 +1,5 @@
 import sys
 
-from streamclr.cli import main
+from streamclr.cli.entry import main
 
 sys.exit(main())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
 
 
 @dataclass

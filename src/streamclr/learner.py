@@ -13,16 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from streamclr.budget import Plan, make_plan, parse_size
+from streamclr.base.errors import NotFinite, UserError
+from streamclr.base.tensors import load_weights
 from streamclr.buffer import Buffer
-from streamclr.checkpoint import load_weights
-from streamclr.chunked import backward, check_can_chunk
-from streamclr.distributed import Alone
-from streamclr.encoder import ContrastiveModel, resnet18, seeded
-from streamclr.errors import NotFinite, UserError
+from streamclr.compute.adam import Adam
+from streamclr.compute.chunked import backward, check_can_chunk
+from streamclr.compute.memory import MemoryPlan, make_plan, parse_size
+from streamclr.compute.ranks import Alone
+from streamclr.encoders.inference import seeded
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import resnet18
 from streamclr.loss import nt_xent
-from streamclr.optimizer import Adam
 from streamclr.policy import ContrastScoring, Policy
+from streamclr.score import contrast_score
 from streamclr.views import StrongViews
 
 
@@ -105,7 +108,7 @@ class Learner:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
-        self.plan: Plan | None = None  # how to keep within the memory, once the images' size is known
+        self.plan: MemoryPlan | None = None  # how to keep within the memory, once the images' size is known
         if self.memory is not None:
             if compile:
                 raise UserError("both memory and compile are given: a compiled model takes the whole batch at once")
@@ -219,13 +222,15 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def fit(self, shape: Sequence[int]) -> Plan:
+    def fit(self, shape: Sequence[int]) -> MemoryPlan:
         """How a step on segments of this shape keeps within the memory; an error if it cannot."""
         assert self.memory is not None
         if self.plan is None:
             self.optimizer.keep_gradients()
             n_images = self.buffer.size + 2 * shape[0]  # the segment before and after it is in the buffer
-            self.plan = make_plan(self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images)
+            self.plan = make_plan(
+                self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score
+            )
             if self.plan.chunk_size is not None:
                 self.model.pixels_at_once = max(1, self.plan.chunk_size // 2) * shape[-2] * shape[-1]
         return self.plan

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
 
 
 def nt_xent(z0: Tensor, z1: Tensor, temperature: float = 0.5, reduction: str = "mean") -> Tensor:

@@ -5,12 +5,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from streamclr.base.errors import UserError
+from streamclr.base.options import checked_seed, one_of
 from streamclr.buffer import Pool
-from streamclr.encoder import infer, inference_mode
-from streamclr.errors import UserError
-from streamclr.inference import PRECISIONS, fastest
+from streamclr.compute.fast_scoring import PRECISIONS, fastest
+from streamclr.encoders.inference import infer, inference_mode
 from streamclr.loss import nt_xent
-from streamclr.options import checked_seed, one_of
 from streamclr.score import contrast_score, rank_correlation, stand_ins
 from streamclr.views import StrongViews
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamclr.encoder import inference_mode, map_chunks
-from streamclr.inference import projection
+from streamclr.compute.fast_scoring import projection
+from streamclr.encoders.inference import inference_mode, map_chunks
 from streamclr.views import flip
 
 

@@ -8,14 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamclr.encoders.inference import as_float
+
 GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma
 # The hue rotates in the plane of I and Q (YIQ), where a rotation is linear and keeps the luma.
 RGB_TO_YIQ = (GREY, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
-
-
-def as_float(images: Tensor) -> Tensor:
-    """Stored uint8 images as float in [0, 1]; views are that already."""
-    return images / 255 if images.dtype == torch.uint8 else images
 
 
 def flip(images: Tensor) -> Tensor:

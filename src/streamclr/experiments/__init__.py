@@ -10,27 +10,26 @@ from pathlib import Path
 
 import torch
 
-from streamclr import options as opts
-from streamclr.checkpoint import write_json
-from streamclr.directory import read_json
-from streamclr.errors import UserError
-from streamclr.experiments.asked import asked
-from streamclr.experiments.budget import budget
-from streamclr.experiments.buffer import buffer
-from streamclr.experiments.curves import curves
+from streamclr.base import options as opts
+from streamclr.base.errors import UserError
+from streamclr.base.files import read_json, write_json
+from streamclr.base.options import option
+from streamclr.base.plots import save_plot
+from streamclr.experiments.beyond.asked import asked
+from streamclr.experiments.beyond.fleet import fleet
+from streamclr.experiments.beyond.iid import iid
+from streamclr.experiments.beyond.large_buffer import budget
+from streamclr.experiments.beyond.stc import stc
+from streamclr.experiments.beyond.sweep import sweep
+from streamclr.experiments.beyond.unusable import lies
 from streamclr.experiments.findings import Findings
-from streamclr.experiments.fleet import fleet
-from streamclr.experiments.gradient import gradient
-from streamclr.experiments.iid import iid
-from streamclr.experiments.lab import SCALES, Lab
-from streamclr.experiments.labels import labels
-from streamclr.experiments.lazy import lazy
-from streamclr.experiments.lies import lies
-from streamclr.experiments.stc import stc
-from streamclr.experiments.sweep import sweep
-from streamclr.options import option
-from streamclr.places import ON
-from streamclr.report import save_plot
+from streamclr.experiments.paper.buffer import buffer
+from streamclr.experiments.paper.curves import curves
+from streamclr.experiments.paper.gradient import gradient
+from streamclr.experiments.paper.labels import labels
+from streamclr.experiments.paper.lazy import lazy
+from streamclr.sweeps.lab import SCALES, Lab
+from streamclr.sweeps.places import ON
 
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     "labels": labels,
@@ -49,7 +48,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
 
 
 @dataclass(frozen=True)
-class ReproduceConfig:
+class ReproduceOptions:
     """Run one of the paper's experiments, its numbers beside ours; started again it goes on where it was."""
 
     name: str = option("", f"the experiment: {', '.join(EXPERIMENTS)}")
@@ -66,7 +65,7 @@ class ReproduceConfig:
     plan: bool = option(False, "only say what would run and how long it should take")
 
 
-def reproduce(config: ReproduceConfig) -> Path:
+def reproduce(config: ReproduceOptions) -> Path:
     """Do an experiment and print its tables. Returns the directory with results.json, tables and plots."""
     if config.name not in EXPERIMENTS:
         raise UserError(f"no experiment {config.name!r}: {opts.one_of(config.name, EXPERIMENTS)}")
@@ -112,7 +111,7 @@ def reproduce(config: ReproduceConfig) -> Path:
     return directory
 
 
-def _title(config: ReproduceConfig) -> str:
+def _title(config: ReproduceOptions) -> str:
     """Its directory: a quick look does not take the place of the whole experiment, nor one scale that of another."""
     scale = "" if config.scale == "cpu" else f"-{config.scale}"
     return config.name + scale + (f"-{config.images}" if config.images else "")

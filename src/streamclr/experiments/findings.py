@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from streamclr.job import Result
-from streamclr.report import Table
+from streamclr.base.table import Table
+from streamclr.sweeps.job import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

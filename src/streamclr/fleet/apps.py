@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from streamclr.errors import Stopped, UserError
-from streamclr.fleet.config import ServerConfig, learner_config
+from streamclr.base.errors import Stopped, UserError
 from streamclr.fleet.device import Device
+from streamclr.fleet.options import ServerOptions, learner_config
 from streamclr.fleet.rounds import Rounds
 from streamclr.fleet.strategy import Fleet, as_record, as_weights
 
@@ -92,7 +92,7 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    config = ServerConfig(**json.loads(str(context.run_config["fleet"])))
+    config = ServerOptions(**json.loads(str(context.run_config["fleet"])))
     rounds = Rounds(Path(config.out), config.run_config, config.of_the_rounds)
     with closing(rounds):
         Fleet(rounds, config, vars(config.run_config)).run(grid)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
 
 FAR = 5.0  # an update this many times as long as the median is refused
 N_REMEMBERED = 50  # lengths of the last updates, for rounds with too few to have a median worth the name

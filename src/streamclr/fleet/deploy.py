@@ -13,17 +13,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from streamclr.checkpoint import write_bytes
-from streamclr.errors import Stopped, UserError
-from streamclr.fleet.bundle import bundle
-from streamclr.fleet.config import SHARED, DeviceConfig, ServerConfig, learner_config
+from streamclr.base.errors import Stopped, UserError
+from streamclr.base.files import write_bytes
+from streamclr.base.progress import say
 from streamclr.fleet.flower import need_flower
+from streamclr.fleet.flower.bundle import bundle
 from streamclr.fleet.keys import CA, SERVER
+from streamclr.fleet.options import SHARED, DeviceOptions, ServerOptions, learner_config
 from streamclr.fleet.rounds import Rounds
-from streamclr.loop import StopSignal
-from streamclr.progress import say
-from streamclr.run import open_run_stream
-from streamclr.source import absolute_source
+from streamclr.records.plan import open_run_stream
+from streamclr.runs.stop import StopSignal
+from streamclr.streams.spec import absolute_source
 
 START_SECONDS = 60.0  # for Flower to come up
 LOOK_EVERY, ASK_EVERY = 0.5, 3.0  # at our own files, and Flower, whose log has a line for each time
@@ -32,7 +32,7 @@ AT_MOST = 300.0  # seconds, the longest of these pauses
 REFUSED = "Failed to activate SuperNode"  # so says Flower of a key that is not registered
 
 
-def serve(config: ServerConfig) -> int:
+def serve(config: ServerOptions) -> int:
     """Until all rounds are done, or somebody stops it."""
     need_flower()
     config.check()
@@ -63,7 +63,7 @@ def _who(public: list[Path]) -> str:
     return f"{len(public)} device keys are registered" if public else "without TLS and keys: anybody may join"
 
 
-def _public_keys(config: ServerConfig) -> list[Path]:
+def _public_keys(config: ServerOptions) -> list[Path]:
     if config.keys is None:
         raise UserError("no --keys: make them with streamclr fleet keys DIR, or give --insecure to serve anybody")
     directory = Path(config.keys)
@@ -75,7 +75,7 @@ def _public_keys(config: ServerConfig) -> list[Path]:
     return public
 
 
-def _check_free(config: ServerConfig) -> None:
+def _check_free(config: ServerOptions) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -84,8 +84,16 @@ def _check_free(config: ServerConfig) -> None:
             raise UserError(f"cannot listen at {config.host}:{config.port} ({error.strerror}): use another") from None
 
 
-def _superlink(config: ServerConfig) -> list[str]:
-    command = [sys.executable, "-m", "streamclr.fleet.superlink", "--host", config.host, "--port", str(config.port)]
+def _superlink(config: ServerOptions) -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "streamclr.fleet.flower.superlink",
+        "--host",
+        config.host,
+        "--port",
+        str(config.port),
+    ]
     command.append("--disable-runtime-dependency-installation")
     if config.insecure:
         return [*command, "--insecure"]
@@ -126,13 +134,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _control(config: ServerConfig, process: subprocess.Popen[bytes]) -> Iterator[Any]:
+def _control(config: ServerOptions, process: subprocess.Popen[bytes]) -> Iterator[Any]:
     """Flower's control of the SuperLink, once it has come up."""
     import httpx
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    from streamclr.fleet.superlink import own_address
+    from streamclr.fleet.flower.superlink import own_address
 
     root = None if config.insecure else (Path(config.keys or "") / f"{CA}.crt").read_bytes()
     address = f"{own_address(config.host)}:{config.port}"
@@ -176,7 +184,7 @@ def _register(control: Any, key: Path) -> None:
         raise UserError(f"{key} cannot be registered ({str(error).splitlines()[0]}): make another") from None
 
 
-def _start(control: Any, config: ServerConfig) -> int:
+def _start(control: Any, config: ServerOptions) -> int:
     from flwr.common.serde import fab_to_proto, user_config_to_proto
     from flwr.proto.control_pb2 import StartRunRequest
 
@@ -232,7 +240,7 @@ def _told(line: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def join(config: DeviceConfig) -> NoReturn:
+def join(config: DeviceOptions) -> NoReturn:
     """Until somebody stops it: a SuperNode that ends or is turned away is started again, later and later."""
     need_flower()
     own = _own_options(config)
@@ -266,7 +274,7 @@ def join(config: DeviceConfig) -> NoReturn:
                 time.sleep(LOOK_EVERY)
 
 
-def _own_options(config: DeviceConfig) -> dict[str, Any]:
+def _own_options(config: DeviceOptions) -> dict[str, Any]:
     """What this device's learner has of its own; checked as far as that is possible before the server speaks."""
     if config.insecure and (config.key or config.ca):
         raise UserError("both --insecure and --key or --ca are given: use --insecure alone, or leave it out")
@@ -282,16 +290,16 @@ def _own_options(config: DeviceConfig) -> dict[str, Any]:
     names = ("source", "policy", "buffer", "batch", "segment", "guards", "memory", "label_budget", "seed", "out")
     own = {name: getattr(config, name) for name in names}
     own |= {"source": absolute_source(config.source), "out": str(Path(config.out).absolute())}
-    defaults = asdict(ServerConfig())
+    defaults = asdict(ServerOptions())
     open_run_stream(learner_config({name: defaults[name] for name in SHARED}, own))
     return own
 
 
-def _supernode(config: DeviceConfig, home: Path) -> list[str]:
+def _supernode(config: DeviceOptions, home: Path) -> list[str]:
     with socket.socket() as free:  # for its own process, which is on this machine
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "streamclr.fleet.supernode", "--superlink", config.server]
+    command = [sys.executable, "-m", "streamclr.fleet.flower.supernode", "--superlink", config.server]
     command += ["--host", "127.0.0.1", "--port", str(port), "--node-config", str(home / "node.toml")]
     if config.insecure:
         return [*command, "--insecure"]

@@ -12,25 +12,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamclr.asking import pixels
-from streamclr.checkpoint import load_weights
-from streamclr.classifier import Classifier
-from streamclr.config import RunConfig, make_encoder, make_learner
-from streamclr.directory import RunDirectory
-from streamclr.encoder import ContrastiveModel, infer
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.base.tensors import load_weights
+from streamclr.classifier import Head
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import Update, Weights, exchanged, is_statistic
-from streamclr.labels import Labels
-from streamclr.loop import learn
-from streamclr.pretrained import Pretrained, save_pretrained
-from streamclr.run import open_run_stream, resolved
-from streamclr.stream import AnyStream
+from streamclr.labelling.session import pixels
+from streamclr.labelling.store import Labels
+from streamclr.models.pretrained import Pretrained, save_pretrained
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder, open_run_stream, resolved
+from streamclr.runs.assemble import make_learner
+from streamclr.runs.loop import learn_stream
+from streamclr.streams.stream import AnyStream
 
 GLOBAL = "global"  # in the device's directory: the fleet's encoder and classifier, for `streamclr predict`
 MOST_LABELS = 1000  # that one device sends
 
 
-class Labelled(NamedTuple):
+class LabelledImages(NamedTuple):
     """Images that somebody has labelled; they stay on the device."""
 
     images: Tensor
@@ -48,10 +50,10 @@ class Device:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunOptions,
         stream: "AnyStream | None" = None,
         statistics: str = "shared",
-        labelled: Callable[[], Labelled] | None = None,
+        labelled: Callable[[], LabelledImages] | None = None,
     ):
         self.stream = open_run_stream(config) if stream is None else stream
         # How long it learns is the server's to say, round by round; a dataset without an end may be less than a batch.
@@ -78,7 +80,7 @@ class Device:
             state["learner"]["model"] = _merged(state["learner"]["model"], weights)
             size, position, n_before = state["journal_bytes"], state["stream"]["position"], _n_seen(state)
             self.directory.checkpoints.save(number, state)
-        learn(replace(self.config, images=position + n_images), learner, self.stream, self.directory)
+        learn_stream(replace(self.config, images=position + n_images), learner, self.stream, self.directory)
         with journal.open("rb") as file:
             file.seek(size)
             losses = [json.loads(line)["loss"] for line in file]
@@ -111,23 +113,25 @@ class Device:
             raise UserError("it has not learned yet, and has no statistics for the fleet's encoder")
         save_global(self.directory.path / GLOBAL, self.model_with(weights), head, classes, self.config.size)
 
-    def _answered(self) -> Labelled:
+    def _answered(self) -> LabelledImages:
         """What a person answered on the labelling page of this device."""
         file = self.directory.path / "labels.sqlite"
         if not file.exists():
-            return Labelled(torch.empty(0), [])
+            return LabelledImages(torch.empty(0), [])
         with closing(Labels(file)) as labels:
             names = labels.classes()
             given = {k: a.class_id for k, a in labels.answers().items() if a.kind == "label" and a.class_id is not None}
             pictures = {key: picture for key in given if (picture := labels.picture(key)) is not None}
         images = [pixels(picture) for picture in pictures.values()]
-        return Labelled(torch.stack(images) if images else torch.empty(0), [names[given[key]] for key in pictures])
+        return LabelledImages(
+            torch.stack(images) if images else torch.empty(0), [names[given[key]] for key in pictures]
+        )
 
 
 def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: list[str], size: int) -> None:
     """A model and its classifier as a directory for `streamclr predict` and `from_pretrained`, in place of the last."""
     n_classes, n_features = head["linear.weight"].shape
-    classifier = Classifier(n_features, n_classes)
+    classifier = Head(n_features, n_classes)
     load_weights(classifier, head, "the fleet's classifier")
     new, old = (path.with_name(f".{path.name}-{which}") for which in ("new", "old"))
     for left in (new, old):  # of a process that was killed

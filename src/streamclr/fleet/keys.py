@@ -5,16 +5,16 @@ import ipaddress
 import os
 from pathlib import Path
 
-from streamclr.checkpoint import sync
-from streamclr.errors import UserError
-from streamclr.fleet.config import KeysConfig
+from streamclr.base.errors import UserError
+from streamclr.base.files import sync
 from streamclr.fleet.flower import need_flower
+from streamclr.fleet.options import KeysOptions
 
 CA, SERVER, DEVICE = "ca", "server", "device-{:04}"
 OWN = ("localhost", "127.0.0.1")  # by which the server reaches itself, whatever its devices call it
 
 
-def make_keys(config: KeysConfig) -> tuple[Path, int]:
+def make_keys(config: KeysOptions) -> tuple[Path, int]:
     """Write what is missing; nothing is ever overwritten. Returns the directory and how many device keys are new."""
     need_flower()  # which brings cryptography
     if not 1 <= config.days <= 3650:
@@ -29,7 +29,7 @@ def make_keys(config: KeysConfig) -> tuple[Path, int]:
     certificate = directory / f"{SERVER}.crt"
     if not certificate.exists():
         _make_certificates(directory, [*hosts, *(own for own in OWN if own not in hosts)], config.days)
-    elif config.host != KeysConfig.host and (
+    elif config.host != KeysOptions.host and (
         missing := [host for host in hosts if _alternative(host) not in _names(certificate)]
     ):
         raise UserError(f"{certificate} is not for {missing[0]}: give another directory, with new keys for all devices")

@@ -12,23 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamclr.checkpoint import Checkpoints, load_weights, save_tensors, write_json
-from streamclr.classifier import Classifier, train_head
-from streamclr.config import RunConfig, initial_model
-from streamclr.directory import held, read_json
-from streamclr.encoder import ContrastiveModel, seeded
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.base.files import held, read_json, write_json
+from streamclr.base.options import one_of
+from streamclr.base.progress import say
+from streamclr.base.tensors import load_weights, save_tensors
+from streamclr.classifier import Head, train_head
+from streamclr.encoders.inference import seeded
+from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
 from streamclr.fleet.device import GLOBAL, MOST_LABELS, save_global
-from streamclr.journal import Journal
-from streamclr.options import one_of
-from streamclr.progress import say
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.journal import Journal
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import initial_model
 
 PATIENCE = 10.0  # seconds: the process of a server that was stopped ends a little later than Flower
 LONGEST_NAME = 200  # of a class, as a device sends it
 
 
-class Head(NamedTuple):
+class FleetHead(NamedTuple):
     """The fleet's classifier."""
 
     weights: Weights
@@ -44,7 +47,7 @@ class Rounds:
     options: of the fleet: `momentum`, `slow`, `statistics`, `round_images`; those of a directory cannot be changed.
     """
 
-    def __init__(self, path: Path, config: RunConfig, options: dict[str, Any]):
+    def __init__(self, path: Path, config: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             known = one_of(options["statistics"], STATISTICS)
             raise UserError(f"--statistics is {options['statistics']!r}: {known}")
@@ -55,12 +58,12 @@ class Rounds:
         self.size = config.size
         weights = exchanged(self.model, options["statistics"])
         self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
-        self.head: Head | None = None
+        self.head: FleetHead | None = None
         self.refused: Counter[str] = Counter()
         self.checkpoints = Checkpoints(path / "checkpoints")
         self._open(config)
 
-    def _open(self, config: RunConfig) -> None:
+    def _open(self, config: RunOptions) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         file, journal = self.path / "fleet.json", self.path / "rounds.jsonl"
         own = json.loads(json.dumps({**asdict(config), "out": None, **self.options}))
@@ -83,7 +86,7 @@ class Rounds:
             if journal.exists() and journal.stat().st_size > state["journal_bytes"]:
                 os.truncate(journal, state["journal_bytes"])  # of a round that is done again
             if state["head"] is not None:
-                self.head = Head(**{"encoder": self.average.kept, **state["head"]})  # which older ones lack
+                self.head = FleetHead(**{"encoder": self.average.kept, **state["head"]})  # which older ones lack
             say(f"going on after round {self.n_rounds}")
         self.journal = Journal(journal, "the journal of rounds")
 
@@ -113,7 +116,7 @@ class Rounds:
         say(f"{done}{f' | {len(failed)} failed' if failed else ''}{f' | {silent} silent' if silent else ''}")
         return done
 
-    def take_labels(self, labelled: Sequence[tuple[str, Tensor, list[str]]]) -> Head | None:
+    def take_labels(self, labelled: Sequence[tuple[str, Tensor, list[str]]]) -> FleetHead | None:
         """Train one classifier on the features and class names that devices sent; None with fewer than two classes.
 
         What does not fit is refused and told.
@@ -134,7 +137,7 @@ class Rounds:
             return None
         targets = torch.tensor([classes.index(name) for name in names])
         head = train_head(torch.cat(features), targets, len(classes), quiet=True)
-        self.head = Head(dict(head.state_dict()), classes, len(names), self.average.kept)
+        self.head = FleetHead(dict(head.state_dict()), classes, len(names), self.average.kept)
         self._save()
         if self.size is not None and self.options["statistics"] == "shared":  # else only the devices have some
             save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, self.size)
@@ -156,11 +159,11 @@ class Rounds:
         load_weights(self.model, {**self.model.state_dict(), **self.average.kept}, "the global encoder")
         return self.model
 
-    def classifier(self) -> Classifier | None:
+    def classifier(self) -> Head | None:
         if self.head is None:
             return None
         n_classes, n_features = self.head.weights["linear.weight"].shape
-        head = Classifier(n_features, n_classes)
+        head = Head(n_features, n_classes)
         load_weights(head, self.head.weights, "the fleet's classifier")
         return head.eval()
 

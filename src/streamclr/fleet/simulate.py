@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamclr.candidates import Budget
-from streamclr.checkpoint import load_weights, write_json
-from streamclr.classifier import Accuracy, extract, knn_probe, linear_probe
-from streamclr.config import RunConfig
-from streamclr.encoder import ContrastiveModel
-from streamclr.errors import UserError
-from streamclr.fleet.config import SimulateConfig
-from streamclr.fleet.device import Device, Labelled
+from streamclr.base.errors import UserError
+from streamclr.base.files import write_json
+from streamclr.base.tensors import load_weights
+from streamclr.classifier import Accuracy, knn_probe, linear_probe
+from streamclr.encoders.inference import as_float
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.fleet.device import Device, LabelledImages
 from streamclr.fleet.flower import need_flower
+from streamclr.fleet.options import SimulateOptions
 from streamclr.fleet.rounds import Rounds, read_rounds
 from streamclr.fleet.split import shard, whole_of
-from streamclr.run import resolved
-from streamclr.sources.dataset import DatasetSource, Images
-from streamclr.stream import Stream
-from streamclr.views import as_float
+from streamclr.records.label_budget import LabelBudget
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import resolved
+from streamclr.runs.evaluation import extract
+from streamclr.streams.datasets.images import DatasetSource, Images
+from streamclr.streams.stream import Stream
 
 if TYPE_CHECKING:
     from flwr.app import ConfigRecord, Context
@@ -36,7 +38,7 @@ NOT_HERE = ("images", "epochs", "resume", "predict", "serve", "metrics", "superv
 N_GATHERED = 2048  # images from which the statistics of BatchNorm are gathered where devices keep theirs
 
 
-def simulate(config: SimulateConfig) -> tuple[Path, dict[str, Any]]:
+def simulate(config: SimulateOptions) -> tuple[Path, dict[str, Any]]:
     """All rounds, or those that are left in the directory; then the probes. Returns the directory and the results."""
     learner, out = prepared(config)
     results = evaluate(config, run_rounds(config, learner, out))
@@ -44,7 +46,7 @@ def simulate(config: SimulateConfig) -> tuple[Path, dict[str, Any]]:
     return out, results
 
 
-def run_rounds(config: SimulateConfig, learner: RunConfig, out: Path) -> Rounds:
+def run_rounds(config: SimulateOptions, learner: RunOptions, out: Path) -> Rounds:
     """The rounds that are left."""
     need_flower(simulation=True)
     with closing(Rounds(out, learner, config.of_the_rounds | _of_the_simulation(config))) as rounds:
@@ -59,11 +61,11 @@ def run_rounds(config: SimulateConfig, learner: RunConfig, out: Path) -> Rounds:
     return rounds
 
 
-def prepared(config: SimulateConfig) -> tuple[RunConfig, Path]:
+def prepared(config: SimulateOptions) -> tuple[RunOptions, Path]:
     """The options of a device's learner, and the directory; what is wrong is said before anything is written."""
     config.check()
     for name in NOT_HERE:
-        if getattr(config, name) != getattr(RunConfig, name):
+        if getattr(config, name) != getattr(RunOptions, name):
             flag = "--" + name.replace("_", "-")
             how = ": give --rounds and --round-images" if name in ("images", "epochs") else ""
             raise UserError(f"{flag} is for streamclr run, not for a fleet{how}")
@@ -74,20 +76,20 @@ def prepared(config: SimulateConfig) -> tuple[RunConfig, Path]:
     if config.workers is not None and config.workers < 1:
         raise UserError(f"workers is {config.workers}: use at least 1")
     if config.labels is not None:
-        Budget.parse(config.labels)
-    names = [field.name for field in dataclasses.fields(RunConfig)]
-    learner = RunConfig(**{name: getattr(config, name) for name in names})
+        LabelBudget.parse(config.labels)
+    names = [field.name for field in dataclasses.fields(RunOptions)]
+    learner = RunOptions(**{name: getattr(config, name) for name in names})
     stream = Stream(_shard(config, 0))
     learner = resolved(dataclasses.replace(learner, images=config.rounds * config.round_images), stream)
     learner = dataclasses.replace(learner, images=None, out=None, checkpoint_minutes=0)
     return learner, Path(config.out or "runs/fleet")
 
 
-def _of_the_simulation(config: SimulateConfig) -> dict[str, Any]:
+def _of_the_simulation(config: SimulateOptions) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("devices", "split", "dropout", "labels")}
 
 
-def _run(config: SimulateConfig, learner: RunConfig, rounds: Rounds) -> None:
+def _run(config: SimulateOptions, learner: RunOptions, rounds: Rounds) -> None:
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
@@ -118,7 +120,7 @@ def _run(config: SimulateConfig, learner: RunConfig, rounds: Rounds) -> None:
 
 
 def simulated(
-    config: SimulateConfig, learner: RunConfig, home: Path, context: "Context", told: "ConfigRecord"
+    config: SimulateOptions, learner: RunOptions, home: Path, context: "Context", told: "ConfigRecord"
 ) -> Device:
     """In one of Ray's processes: the device whose turn it is."""
     torch.set_num_threads(1)  # there are as many of these processes as cores
@@ -132,23 +134,23 @@ def simulated(
     return Device(own, Stream(source), config.statistics, labelled)
 
 
-def _shard(config: SimulateConfig, device: int) -> DatasetSource:
+def _shard(config: SimulateOptions, device: int) -> DatasetSource:
     return shard(config.source, config.split, device, config.devices, config.stc, config.seed, config.size)
 
 
-def drops_out(config: SimulateConfig, round_: int, device: int) -> bool:
+def drops_out(config: SimulateOptions, round_: int, device: int) -> bool:
     return random.Random(f"{config.seed} {round_} {device}").random() < config.dropout
 
 
-def _labelled(images: Images, config: SimulateConfig, device: int) -> Labelled:
+def _labelled(images: Images, config: SimulateOptions, device: int) -> LabelledImages:
     """A draw of the device's images, as if somebody had labelled them."""
-    n = 0 if config.labels is None else Budget.parse(config.labels).of(len(images))
+    n = 0 if config.labels is None else LabelBudget.parse(config.labels).of(len(images))
     numbers = np.random.default_rng([config.seed, device]).permutation(len(images))[:n]
     names = [images.classes[label] for label in images.labels[numbers].tolist()]
-    return Labelled(torch.from_numpy(images.images(numbers)) if n else torch.empty(0), names)
+    return LabelledImages(torch.from_numpy(images.images(numbers)) if n else torch.empty(0), names)
 
 
-def evaluate(config: SimulateConfig, rounds: Rounds) -> dict[str, Any]:
+def evaluate(config: SimulateOptions, rounds: Rounds) -> dict[str, Any]:
     """Probes of the global encoder on all labels, its classifier on the test images, and what became of the rounds."""
     whole, model = whole_of(config.source, config.size), rounds.kept_model()
     assert whole.train is not None

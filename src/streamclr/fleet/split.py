@@ -4,13 +4,13 @@ from functools import cache
 
 import numpy as np
 
-from streamclr import options as opts
-from streamclr.errors import UserError
-from streamclr.source import open_source
-from streamclr.sources.dataset import DatasetSource, Images
+from streamclr.base import options as opts
+from streamclr.base.errors import UserError
+from streamclr.streams.datasets.images import DatasetSource, Images
+from streamclr.streams.spec import open_source
 
 
-class Part:
+class Subset:
     """Some of the images of a dataset."""
 
     def __init__(self, whole: Images, numbers: np.ndarray):
@@ -65,7 +65,7 @@ def shard(
 ) -> DatasetSource:
     """The stream of one device: its part of the dataset, again and again, in runs of `stc` images of a class."""
     whole = whole_of(source, size)
-    own = Part(whole.streamed, deal(whole.streamed.labels, split, n_devices, seed)[device])
+    own = Subset(whole.streamed, deal(whole.streamed.labels, split, n_devices, seed)[device])
     return DatasetSource(own, whole.train, whole.test, whole.stc if stc is None else stc, seed=seed + device)
 
 

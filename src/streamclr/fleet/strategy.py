@@ -10,11 +10,11 @@ from flwr.serverapp.strategy import FedAvg
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from streamclr.errors import UserError
+from streamclr.base.errors import UserError
+from streamclr.base.progress import say
 from streamclr.fleet.average import Update, Weights
-from streamclr.fleet.config import SHARED, RoundsConfig
+from streamclr.fleet.options import SHARED, RoundsOptions
 from streamclr.fleet.rounds import Rounds
-from streamclr.progress import say
 
 LEAST_PATIENCE = 15.0  # seconds: a SuperNode asks for work every three
 LOOK_EVERY = 0.2
@@ -37,7 +37,7 @@ def as_weights(record: ArrayRecord) -> Weights:
 class Fleet(FedAvg):
     """A device that answers with an error, with an update that is refused, or not at all, does not hold up a round."""
 
-    def __init__(self, rounds: Rounds, config: RoundsConfig, shared: dict[str, Any]):
+    def __init__(self, rounds: Rounds, config: RoundsOptions, shared: dict[str, Any]):
         super().__init__(
             fraction_train=config.fraction,
             fraction_evaluate=config.fraction,

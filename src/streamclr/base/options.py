@@ -1,0 +1,107 @@
+"""Names with options, `cifar10?stc=500&seed=1`, as sources and policies are written in one string."""
+
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import field
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from streamclr.base.errors import UserError
+
+T = TypeVar("T")
+
+
+def split(text: str) -> tuple[str, dict[str, str]]:
+    """`name?key=value&…` as the name and its options."""
+    name, _, query = text.partition("?")
+    try:
+        return name, dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError:
+        raise UserError(f"cannot read the options in {text!r}: write them as name?key=value&key=value") from None
+
+
+def build(function: Callable[..., T], options: dict[str, Any], what: str, *args: Any) -> T:
+    """Call `function` with options, text converted to the annotated types; what it does not take is an error."""
+    target = function.func if isinstance(function, partial) else function
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    taken = list(inspect.signature(function).parameters)[len(args) :]
+    converted = {}
+    for name, value in options.items():
+        if name not in taken:
+            raise UserError(f"{what} has no option {name!r}: {one_of(name, taken) if taken else 'it takes none'}")
+        converted[name] = convert(value, hints[name], f"{what}, option {name}")
+    return function(*args, **converted)
+
+
+def convert(value: Any, hint: Any, what: str) -> Any:
+    """Text as a value of the annotated type; what is not text is taken as it is."""
+    if not isinstance(value, str) or hint is str:
+        return value
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        if kind is types.NoneType:
+            continue
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    names = " or ".join(
+        {"int": "a whole number", "float": "a number"}.get(k.__name__, k.__name__)
+        for k in kinds
+        if k is not types.NoneType
+    )
+    raise UserError(f"{what} is {value!r}: use {names}")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a command's configuration; a default of empty text must be given."""
+    return field(default=default, metadata={"help": help})
+
+
+def checked_seed(seed: int) -> int:
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed is {seed}: use a whole number from 0 to 2**63 - 1")
+    return seed
+
+
+def checked_size(size: int) -> int:
+    if not 8 <= size <= 4096:
+        raise UserError(f"size is {size}: use 8 to 4096 pixels")
+    return size
+
+
+def checked_stc(stc: int) -> int:
+    if not 1 <= stc < 2**31:
+        raise UserError(f"stc is {stc}: use 1 (no correlation) or more")
+    return stc
+
+
+def one_of(given: str, names: Iterable[str]) -> str:
+    """What is allowed, the likeliest first."""
+    names = list(names)
+    close = difflib.get_close_matches(given, names, 1)
+    return (f"did you mean {close[0]!r}? " if close else "") + "use " + ", ".join(names)
+
+
+def redacted(source: str) -> str:
+    """A source, or any text with URLs in it, without the passwords: rtsp://user:***@host/1."""
+    for secret in _SECRETS:
+        source = secret.sub(r"\1***", source)
+    return source
+
+
+_SECRETS = (
+    re.compile(r"(://[^\s:/?#]*:)[^\s/?#]+(?=@)"),
+    # A password with an unescaped slash is a mistake, which an error is about to quote. A number is a port.
+    re.compile(r"(://[^\s:/?#@\[]*:)(?!\*\*\*@|\d+(?:[/?#\s'\",;)]|$))(?:(?!://)\S)+(?=@)"),
+    re.compile(
+        r"([?&;/_](?:pw|pin|sig|[^=&?/\s]*(?:pass?|pwd|psw|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"
+        r"(?:(?!,\w+://|['\"](?:\W|$))[^&#\s])+",
+        re.IGNORECASE,
+    ),
+)

@@ -1,0 +1,97 @@
+"""Tensors in safetensors files, checked by name, shape and type before they are used."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+
+DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
+    except SafetensorError as error:
+        raise UserError(f"cannot write {path} ({error})") from None
+    part.chmod(0o644)  # safetensors makes it private, unlike every other file of the run
+    part.replace(path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    try:
+        with safe_open(path, "pt") as content:
+            yield content
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error})") from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    with _opened(path) as content:
+        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+
+
+def load_metadata(path: Path) -> dict[str, str]:
+    """What `save_tensors` was told beside the tensors."""
+    with _opened(path) as content:
+        return content.metadata() or {}
+
+
+def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of exactly these names, shapes and types, all of them finite; none is read before the header fits."""
+    with _opened(path) as content:
+        found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+        problems = [f"{name} is missing" for name in expected if name not in found]
+        problems += [f"{name[:100]} is not known" for name in found if name not in expected]
+        for name in expected.keys() & found.keys():
+            own = [list(expected[name].shape), DTYPES[expected[name].dtype]]
+            its = [found[name].get_shape(), found[name].get_dtype()]
+            if own != its:
+                problems.append(f"{name} is {its[0]} of {its[1]}, not {own[0]} of {own[1]}")
+        if problems:
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise UserError(f"{path} does not fit: {'; '.join(sorted(problems)[:3])}{more}")
+        tensors = {name: content.get_tensor(name) for name in expected}
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise UserError(f"{path} is damaged: {broken[0]} has values that are not finite")
+    return tensors
+
+
+def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assign: bool = False) -> None:
+    """Load weights by name; what is missing, left over or of another shape is listed by key.
+
+    assign: put the tensors themselves in their place, for a module that was made without memory.
+    """
+    own = module.state_dict()
+    if not any(key.endswith("num_batches_tracked") for key in tensors):  # old public weights lack these counters
+        tensors = tensors | {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
+    problems = [f"{key} is missing" for key in own if key not in tensors]
+    problems += [f"{key} is not known" for key in tensors if key not in own]
+    for key in own.keys() & tensors.keys():
+        if own[key].shape != tensors[key].shape:
+            problems.append(f"{key} is {list(tensors[key].shape)}, not {list(own[key].shape)}")
+    if problems:
+        raise UserError(f"{where} does not fit the model: {'; '.join(sorted(problems))}")
+    module.load_state_dict(tensors, assign=assign)

@@ -1,0 +1,324 @@
+"""One update's gradient within less memory: the views go through the model a chunk at a time, with the same result.
+
+NT-Xent contrasts every view with every other, so that a batch cannot just be split. Two ways around it:
+
+- Gradient caching (Gao et al. 2021), for models that treat every view by itself (GroupNorm, LayerNorm, no norm): encode
+  chunk by chunk without a graph, take the loss's gradient with respect to the projections, encode again chunk by chunk
+  with the graph. Holds the activations of one chunk. Time: one more forward pass.
+- BatchNorm couples the views in every layer, forward and backward, so here all chunks go through one layer before any
+  goes through the next (`BatchNormPass`). Holds the inputs of the residual blocks, and the activations inside one
+  block, for all views. Time: one more forward pass as well.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import Block, PointwiseConv, ResNet
+
+Views = Callable[[slice], Tensor]  # the views in these rows; the same each time it is called
+Loss = Callable[[Tensor], Tensor]  # of all projections
+
+
+def backward(model: nn.Module, views: Views, n: int, loss: Loss, chunk_size: int | None) -> float:
+    """Add the gradient of the loss of n views to the parameters', as `loss(model(views)).backward()` does."""
+    if chunk_size is None or chunk_size >= n:
+        value = loss(model(views(slice(0, n))))
+        value.backward()
+        return value.item()
+    rows = [slice(i, min(i + chunk_size, n)) for i in range(0, n, chunk_size)]
+    if couples_views(model):
+        return BatchNormPass(model, views, rows).backward(loss)
+    return cached_backward(model, views, rows, loss)
+
+
+def couples_views(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def check_can_chunk(model: ContrastiveModel) -> None:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if norms and not (type(model.encoder) is ResNet and all(type(norm) is nn.BatchNorm2d for norm in norms)):
+        raise UserError(
+            "memory is given, and the encoder has BatchNorm but is no streamclr ResNet: its statistics of the whole "
+            "batch cannot be had in chunks; use GroupNorm, or leave memory out"
+        )
+
+
+def cached_backward(model: nn.Module, views: Views, rows: list[slice], loss: Loss) -> float:
+    random_states = []  # an encoder with dropout must drop the same twice
+    with torch.no_grad():
+        parts = []
+        for chunk in rows:
+            random_states.append(torch.get_rng_state())
+            parts.append(model(views(chunk)))
+    after = torch.get_rng_state()
+    value, gradient = _loss_and_gradient(torch.cat(parts), loss)
+    for chunk, state in zip(rows, random_states, strict=True):
+        torch.set_rng_state(state)
+        model(views(chunk)).backward(gradient[chunk])
+    torch.set_rng_state(after)
+    return value
+
+
+def _loss_and_gradient(z: Tensor, loss: Loss) -> tuple[float, Tensor]:
+    z.requires_grad_()
+    value = loss(z)
+    (gradient,) = torch.autograd.grad(value, z)
+    return value.item(), gradient
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Statistics:
+    """Of one BatchNorm over the whole batch: what its forward pass needs, then what its backward pass needs."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, norm: nn.BatchNorm2d):
+        self.norm = norm
+        self.n = 0  # values per channel; 0 until the statistics are known
+        self.d_weight, self.d_bias = torch.zeros_like(norm.weight), torch.zeros_like(norm.bias)
+
+    def gather(self, moments: list["Moments"]) -> None:
+        """Mean and variance of all chunks together (Chan et al. 1979); the running ones follow as in BatchNorm."""
+        counts = [n for n, _, _ in moments]
+        self.n = sum(counts)
+        variances = torch.stack([variance for _, variance, _ in moments]).double()
+        means = torch.stack([mean for _, _, mean in moments]).double()
+        shares = means.new_tensor(counts)[:, None] / self.n
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean).square())).sum(0)
+        self.mean, self.variance = mean.to(self.norm.weight), variance.to(self.norm.weight)
+        norm = self.norm
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        assert norm.num_batches_tracked is not None
+        norm.num_batches_tracked += 1
+        momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        norm.running_mean.lerp_(self.mean, momentum)
+        norm.running_var.lerp_(self.variance * (self.n / max(1, self.n - 1)), momentum)
+
+    def normalise(self, c: Tensor) -> Tensor:
+        norm = self.norm
+        return F.batch_norm(c, self.mean, self.variance, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+    def add_sums(self, dy: Tensor, c: Tensor) -> None:
+        """The gradients of weight and bias, which are also the two sums that every input's gradient needs."""
+        _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+            dy, c, self.norm.weight, self.mean, self.variance, None, None, False, self.norm.eps, [False, True, True]
+        )
+        self.d_weight += d_weight
+        self.d_bias += d_bias
+
+    def backward(self, dy: Tensor, c: Tensor) -> Tensor:
+        """dc = gain (dy - mean(dy) - x̂ mean(dy x̂)): per channel a linear map of dy and c."""
+        scale = (self.variance + self.norm.eps).rsqrt()
+        gain = self.norm.weight * scale
+        slope = -gain * scale * self.d_weight / self.n
+        offset = -gain * self.d_bias / self.n - slope * self.mean
+        gain, slope, offset = (v.view(1, -1, 1, 1) for v in (gain, slope, offset))
+        return torch.addcmul(offset, dy, gain).addcmul_(c, slope)
+
+
+Moments = tuple[int, Tensor, Tensor]  # number of values, variance and mean per channel
+
+
+def _moments(c: Tensor) -> Moments:
+    return c.numel() // c.shape[1], *torch.var_mean(c, (0, 2, 3), correction=0)
+
+
+Chunks = list[Tensor]  # of one activation; freed one by one where they are used for the last time
+GONE = torch.empty(0)
+
+
+class BatchNormPass:
+    """Forward and backward pass of a ResNet, all chunks layer by layer, with the statistics of the whole batch.
+
+    Kept from the forward pass are the inputs of the blocks, but not in the first stage, whose activations are the
+    largest: there the inputs, and in a block's backward pass the convolutions, are made again where they are needed.
+    """
+
+    def __init__(self, model: nn.Module, views: Views, rows: list[slice]):
+        assert isinstance(model, ContrastiveModel)
+        assert isinstance(model.encoder, ResNet)
+        self.model, self.encoder, self.views, self.rows = model, model.encoder, views, rows
+        self.statistics = {m: Statistics(m) for m in model.encoder.modules() if isinstance(m, nn.BatchNorm2d)}
+
+    def backward(self, loss: Loss) -> float:
+        inputs: dict[Block, Chunks] = {}
+        with torch.no_grad():
+            x = self._stem()
+            for block in self.encoder.blocks:
+                if block not in self.encoder.layer1:
+                    inputs[block] = x
+                x = self._block(block, x)
+        features = torch.cat([chunk.mean((2, 3)) for chunk in x]).requires_grad_()
+        value = loss(self.model.project(features))
+        value.backward()
+        assert features.grad is not None
+        with torch.no_grad():
+            d = [
+                (features.grad[rows, :, None, None] / chunk[0, 0].numel()).expand_as(chunk).clone()
+                for rows, chunk in zip(self.rows, x, strict=True)
+            ]
+            x.clear()
+            for block in reversed(self.encoder.blocks):
+                x = inputs.pop(block) if block in inputs else self._input(block)
+                d = self._block_backward(block, x, d)
+            self._stem_backward(d)
+            for norm, statistics in self.statistics.items():
+                _add_gradient(norm.weight, statistics.d_weight)
+                _add_gradient(norm.bias, statistics.d_bias)
+        return value.item()
+
+    def _stem_convolution(self, rows: slice) -> tuple[Tensor, Tensor]:
+        x = self.model.standardise(self.views(rows)).contiguous(memory_format=torch.channels_last)
+        return x, self.encoder.conv1(x)
+
+    def _stem(self) -> Chunks:
+        statistics = self._of(self.encoder.bn1)
+        if not statistics.n:
+            statistics.gather([_moments(self._stem_convolution(rows)[1]) for rows in self.rows])
+        return [
+            self.encoder.maxpool(F.relu_(statistics.normalise(self._stem_convolution(rows)[1]))) for rows in self.rows
+        ]
+
+    def _stem_backward(self, d: Chunks) -> None:
+        statistics = self._of(self.encoder.bn1)
+
+        def recompute(rows: slice, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x, c = self._stem_convolution(rows)
+            y = statistics.normalise(c).requires_grad_()
+            with torch.enable_grad():
+                (dy,) = torch.autograd.grad(self.encoder.maxpool(F.relu(y)), y, d)
+            return x, c, dy
+
+        for rows, chunk in zip(self.rows, d, strict=True):
+            _, c, dy = recompute(rows, chunk)
+            statistics.add_sums(dy, c)
+        for rows, chunk in zip(self.rows, d, strict=True):
+            x, c, dy = recompute(rows, chunk)
+            _convolution_backward(self.encoder.conv1, x, statistics.backward(dy, c), input_too=False)
+
+    def _input(self, block: Block) -> Chunks:
+        """Made again from the views."""
+        x = self._stem()
+        for earlier in self.encoder.blocks:
+            if earlier is block:
+                break
+            x = self._block(earlier, x)
+        return x
+
+    def _block(self, block: Block, x: Chunks) -> Chunks:
+        path, shortcut = self._convolutions(block, x, keep=False)
+        norm = block.path[-1][1]
+        last = []
+        for j in range(len(x)):
+            last.append(self._last(block, path[-1][j]))
+            path[-1][j] = GONE
+        self._gather(norm, last)
+        for j, c in enumerate(last):
+            last[j] = F.relu_(self._of(norm).normalise(c).add_(self._residual(block, x, shortcut, j)))
+        return last
+
+    def _last(self, block: Block, before: Tensor) -> Tensor:
+        """The last convolution of the path, from what the one before it gives."""
+        return block.path[-1][0](F.relu_(self._of(block.path[-2][1]).normalise(before)))
+
+    def _convolutions(self, block: Block, x: Chunks, keep: bool) -> tuple[list[Chunks], Chunks]:
+        """What comes out of each convolution of the path but the last, and of the shortcut's."""
+        path: list[Chunks] = []
+        for i, (conv, norm) in enumerate(block.path[:-1]):
+            out = []
+            for j in range(len(x)):
+                y = F.relu_(self._of(block.path[i - 1][1]).normalise(path[-1][j])) if i else x[j]
+                out.append(conv(y))
+                if i and not keep:
+                    path[-1][j] = GONE
+            path.append(out)
+            self._gather(norm, out)
+        shortcut = [block.shortcut[0](chunk) for chunk in x] if block.shortcut else []
+        if block.shortcut:
+            self._gather(block.shortcut[1], shortcut)
+        return path, shortcut
+
+    def _residual(self, block: Block, x: Chunks, shortcut: Chunks, j: int) -> Tensor:
+        return self._of(block.shortcut[1]).normalise(shortcut[j]) if block.shortcut else x[j]
+
+    def _block_backward(self, block: Block, x: Chunks, d_out: Chunks) -> Chunks:
+        path, shortcut = self._convolutions(block, x, keep=True)
+        statistics = [self._of(norm) for _, norm in block.path]
+        if keep := block not in self.encoder.layer1:
+            path.append([self._last(block, path[-1][j]) for j in range(len(x))])
+        for j, d in enumerate(d_out):  # through the last relu
+            c = path[-1][j] if keep else self._last(block, path[-1][j])
+            d *= statistics[-1].normalise(c).add_(self._residual(block, x, shortcut, j)) > 0
+            statistics[-1].add_sums(d, c)
+            if block.shortcut:
+                self._of(block.shortcut[1]).add_sums(d, shortcut[j])
+        dy = list(d_out)
+        for i in reversed(range(len(block.path))):
+            conv = block.path[i][0]
+            for j in range(len(x)):
+                if i == len(path):
+                    c = self._last(block, path[-1][j])
+                else:
+                    c = conv(x[j]) if not (i or keep) else path[i][j]
+                    path[i][j] = GONE
+                dc = statistics[i].backward(dy[j], c)
+                dy[j] = c = GONE
+                y = F.relu_(statistics[i - 1].normalise(path[i - 1][j])) if i else x[j]
+                dy[j] = _convolution_backward(conv, y, dc)
+                if i:
+                    dy[j] *= y > 0
+                    statistics[i - 1].add_sums(dy[j], path[i - 1][j])
+                    if i == 1 and not keep:
+                        path[0][j] = GONE
+                elif block.shortcut:
+                    dc = self._of(block.shortcut[1]).backward(d_out[j], shortcut[j])
+                    dy[j] += _convolution_backward(block.shortcut[0], x[j], dc)
+                else:
+                    dy[j] += d_out[j]
+                if not i:
+                    d_out[j] = x[j] = GONE
+                    if block.shortcut:
+                        shortcut[j] = GONE
+        return dy
+
+    def _of(self, norm: nn.Module) -> Statistics:
+        assert isinstance(norm, nn.BatchNorm2d)
+        return self.statistics[norm]
+
+    def _gather(self, norm: nn.Module, c: Chunks) -> None:
+        if not self._of(norm).n:
+            self._of(norm).gather([_moments(chunk) for chunk in c])
+
+
+def _convolution_backward(conv: nn.Conv2d, x: Tensor, dy: Tensor, input_too: bool = True) -> Tensor:
+    """The gradient with respect to the input; the weight's is added to its own."""
+    if isinstance(conv, PointwiseConv) and conv.stride != (1, 1):
+        pixels = (..., slice(None, None, conv.stride[0]), slice(None, None, conv.stride[1]))
+        dx = torch.zeros_like(x)
+        dx[pixels], d_weight = _aten_backward(conv, x[pixels], dy, [1, 1], True)
+    else:
+        dx, d_weight = _aten_backward(conv, x, dy, list(conv.stride), input_too)
+    _add_gradient(conv.weight, d_weight)
+    return dx
+
+
+def _aten_backward(conv: nn.Conv2d, x: Tensor, dy: Tensor, stride: list[int], input_too: bool) -> tuple[Tensor, Tensor]:
+    dx, d_weight, _ = torch.ops.aten.convolution_backward(
+        dy, x, conv.weight, None, stride, conv.padding, [1, 1], False, [0, 0], 1, [input_too, True, False]
+    )
+    return dx, d_weight
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,0 +1,293 @@
+"""The model made for scoring: BatchNorm folded into the convolutions, in float, half or int8.
+
+A score only ranks images, so it need not be exact. Made anew from the weights each time, which costs far less than it
+saves: nothing is ever stale, and nothing has to be saved.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.base.cache import cache_dir
+from streamclr.base.errors import UserError
+from streamclr.base.files import write_json
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import Block, ResNet
+
+PRECISIONS = ("fp32", "folded", "int8", "half")
+Projection = Callable[[Tensor], Tensor]  # images in [0, 1] to unit vectors
+
+
+def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
+    """What maps images to projections in this precision; `fp32` is the model itself, the reference.
+
+    images: uint8, what will be projected; int8 takes the ranges of the activations from a few of them.
+    """
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}: use auto, {', '.join(PRECISIONS)}")
+    if precision == "fp32":
+        return model
+    if not can_fold(model):
+        raise UserError(f"precision {precision!r} is for a streamclr ResNet with BatchNorm: use fp32 or auto")
+    assert isinstance(model, ContrastiveModel)
+    assert isinstance(model.encoder, ResNet)
+    folded = FoldedResNet(model.encoder, torch.half if precision == "half" else torch.float32)
+    encode: Projection = folded
+    if precision == "int8":
+        few = images[:: max(1, len(images) // N_CALIBRATION)][:N_CALIBRATION].to(model.mean.device)
+        encode = Int8ResNet(folded, model.standardise(few / 255))
+    return lambda x: model.project(encode(model.standardise(x)))
+
+
+def can_fold(model: nn.Module) -> bool:
+    """Whether the model is a ResNet of ours whose norms are the same map for every image."""
+    return (
+        isinstance(model, ContrastiveModel)
+        and type(model.encoder) is ResNet
+        and not any(isinstance(module, nn.GroupNorm) for module in model.encoder.modules())
+    )
+
+
+class FoldedConv:
+    """A convolution with its BatchNorm folded in: weight, bias, stride and padding."""
+
+    def __init__(self, conv: nn.Conv2d, norm: nn.Module, dtype: torch.dtype):
+        assert isinstance(norm, nn.BatchNorm2d)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        gain = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        self.weight = (conv.weight * gain.view(-1, 1, 1, 1)).to(dtype)
+        self.bias = (norm.bias - norm.running_mean * gain).to(dtype)
+        self.stride, self.padding = list(conv.stride), [int(p) for p in conv.padding]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+
+
+class FoldedBlock:
+    def __init__(self, block: Block, dtype: torch.dtype):
+        self.path = [FoldedConv(conv, norm, dtype) for conv, norm in block.path]
+        self.shortcut = FoldedConv(*block.shortcut, dtype) if block.shortcut else None
+
+
+class FoldedResNet:
+    """Standardised images to features."""
+
+    def __init__(self, encoder: ResNet, dtype: torch.dtype = torch.float32):
+        self.stem = FoldedConv(encoder.conv1, encoder.bn1, dtype)
+        self.maxpool = encoder.maxpool
+        self.blocks = [FoldedBlock(block, dtype) for block in encoder.blocks]
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype, memory_format=torch.channels_last)
+        x = self.maxpool(F.relu_(self.stem(x)))
+        for block in self.blocks:
+            y = x
+            for i, conv in enumerate(block.path):
+                y = conv(F.relu_(y) if i else y)
+            x = F.relu_(y.add_(block.shortcut(x) if block.shortcut else x))
+        return x.float().mean((2, 3))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# int8: unsigned activations with one scale a tensor, signed weights with one scale a channel, oneDNN's kernels. They
+# work on plain uint8 and int8 tensors; torch's quantized tensors are on their way out (pytorch/pytorch#184982).
+
+N_CALIBRATION = 8  # images from which the ranges of the activations are taken
+
+
+class Int8Conv:
+    """A folded convolution on uint8 activations of a given scale and zero point."""
+
+    def __init__(self, conv: FoldedConv, scale: float, zero: int = 0):
+        self.conv, self.scale, self.zero = conv, scale, zero
+        self.weight_scale = _weight_scale(conv.weight)
+        weight = (conv.weight / self.weight_scale.view(-1, 1, 1, 1)).round_().to(torch.int8)
+        self.weight_zero = torch.zeros(len(weight), dtype=torch.int32)
+        self.packed = torch.ops.onednn.qconv_prepack(
+            weight, self.weight_scale, scale, zero, conv.stride, conv.padding, [1, 1], 1, None
+        )
+        self.out_scale, self.out_zero = 1.0, 0  # of what it gives, once its range is known
+
+    def set_range(self, out: Tensor, summed: bool = False) -> None:
+        """From what the float convolution, with all that is fused to it, gives.
+
+        summed: whether it will be an operand of a sum, which has one of two zero points (see `add_`).
+        """
+        self.out_scale, self.out_zero = _scale_and_zero(out)
+        if summed and self.out_zero:
+            self.out_scale, self.out_zero = max(out.abs().max().item() / 127, 1e-8), 128
+
+    def __call__(self, x: Tensor, relu: bool = True) -> Tensor:
+        return torch.ops.onednn.qconv2d_pointwise(
+            x, self.scale, *self._weight(), self.conv.bias, *self._geometry(), self.out_scale, self.out_zero,
+            torch.uint8, "relu" if relu else "none", [], "",
+        )  # fmt: skip
+
+    def add_(self, x: Tensor, other: Tensor, scale: float, zero: int) -> Tensor:
+        """relu(conv(x) + other), written over `other`, whose scale and zero point are given.
+
+        oneDNN compiles and keeps a kernel for every scale and zero point of an `other` that it meets, and the scale
+        changes with the encoder. So all is in units of that scale, which is 1 then, and two zero points are left.
+        """
+        return torch.ops.onednn.qconv2d_pointwise.binary(
+            x, self.scale / scale, *self._weight(), other, self.conv.bias / scale, *self._geometry(),
+            self.out_scale / scale, self.out_zero, torch.uint8, 1.0, zero, "sum", 1.0, "relu", [], "",
+        )  # fmt: skip
+
+    def _weight(self) -> tuple:
+        return self.zero, self.packed, self.weight_scale, self.weight_zero
+
+    def _geometry(self) -> tuple:
+        return self.conv.stride, self.conv.padding, [1, 1], 1
+
+
+class Int8ResNet:
+    """Standardised images to features, every convolution in int8.
+
+    x: standardised images from which the ranges are taken, by one pass in float.
+    """
+
+    def __init__(self, folded: FoldedResNet, x: Tensor):
+        self.maxpool = folded.maxpool
+        x = x.contiguous(memory_format=torch.channels_last)
+        self.stem = Int8Conv(folded.stem, *_scale_and_zero(x))
+        x = F.relu_(folded.stem(x))
+        self.stem.set_range(x, summed=True)
+        x = self.maxpool(x)
+        self.blocks: list[tuple[list[Int8Conv], Int8Conv | None]] = []
+        before = self.stem
+        for block in folded.blocks:
+            y, path, last = x, [], before
+            for conv in block.path:
+                path.append(Int8Conv(conv, last.out_scale, last.out_zero))
+                last, y = path[-1], conv(y)
+                if conv is not block.path[-1]:
+                    last.set_range(F.relu_(y))
+            shortcut = Int8Conv(block.shortcut, before.out_scale, before.out_zero) if block.shortcut else None
+            if shortcut:
+                x = shortcut.conv(x)
+                shortcut.set_range(x, summed=True)
+            x = F.relu_(y.add_(x))
+            last.set_range(x, summed=True)
+            before = last
+            self.blocks.append((path, shortcut))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        stem = self.stem
+        x = (x / stem.scale).add_(stem.zero).round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)
+        x = _max_pool(stem(x)) if isinstance(self.maxpool, nn.MaxPool2d) else stem(x)
+        before = stem
+        for path, shortcut in self.blocks:
+            y = x
+            for conv in path[:-1]:
+                y = conv(y)
+            same = before
+            if shortcut:
+                x, same = shortcut(x, relu=False), shortcut
+            before = path[-1]
+            x = before.add_(y, x, same.out_scale, same.out_zero)
+        return x.float().mean((2, 3)).mul_(before.out_scale)
+
+
+def _max_pool(x: Tensor) -> Tensor:
+    """The imagenet stem's (3x3, stride 2, padding 1); torch has none for uint8 images above 255 pixels in all."""
+    for dim in (2, 3):
+        n = (x.shape[dim] + 1) // 2
+        x = F.pad(x, (0, 0, 1, 1) if dim == 2 else (1, 1, 0, 0))
+        a, b, c = (x[:, :, i : i + 2 * n - 1 : 2] if dim == 2 else x[..., i : i + 2 * n - 1 : 2] for i in range(3))
+        x = torch.maximum(torch.maximum(a, b), c)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _scale_and_zero(x: Tensor) -> tuple[float, int]:
+    """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact."""
+    low, high = min(0.0, x.min().item()), max(0.0, x.max().item())
+    scale = max((high - low) / 255, 1e-8)
+    return scale, round(-low / scale)
+
+
+def _weight_scale(weight: Tensor) -> Tensor:
+    """One scale a channel, as fine as int8 allows without overflow.
+
+    Without VNNI the CPU adds the products of two neighbouring channels in 16 bits: two weights of one sign, together
+    above 128, overflow with large activations. Which two are neighbours is the kernel's choice among four.
+    """
+    n_out, n_in = weight.shape[:2]
+    four = F.pad(weight, (0, 0, 0, 0, 0, -n_in % 4)).view(n_out, -1, 4, *weight.shape[2:]).unbind(2)
+    largest = torch.maximum(weight.amax((1, 2, 3)), -weight.amin((1, 2, 3)))
+    for a, b, c, d in (four, [-w for w in four]):
+        one, other = torch.maximum(a, b), torch.maximum(c, d)
+        two = torch.maximum(one + other, torch.maximum(a + b, c + d))  # the largest sum of two of the four
+        largest = torch.maximum(largest, two.amax((1, 2, 3)))
+    return largest.clamp_(min=1e-8).div_(127)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which precision is the fastest here: measured once on this machine, not guessed.
+
+GAIN = 1.2  # what a less exact precision must be faster by
+
+
+def fastest(model: nn.Module, images: Tensor) -> str:
+    """The precision to score with: half on CUDA; on a CPU what was measured the fastest, now or once before."""
+    if not can_fold(model):
+        return "fp32"
+    assert isinstance(model, ContrastiveModel)
+    if model.mean.device.type != "cpu":
+        return "half"
+    file, key = cache_dir() / "precision.json", _situation(model, images)
+    known = _read(file)
+    if key not in known:
+        known[key] = _measured(model, images[:32])
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, _read(file) | known)
+        except OSError:
+            pass  # measured again next time
+    return known[key]
+
+
+def _measured(model: ContrastiveModel, images: Tensor) -> str:
+    best, least = "fp32", 0.0
+    for precision in ("fp32", "folded", "int8"):
+        try:
+            project = projection(model, images, precision)
+            times = []
+            for _ in range(3):  # the first warms up
+                started = time.perf_counter()
+                project(images / 255)
+                times.append(time.perf_counter() - started)
+        except RuntimeError:  # this build of torch or this CPU has no such kernels
+            continue
+        if precision == "fp32" or min(times) * GAIN < least:
+            best, least = precision, min(times)
+    return best
+
+
+def _situation(model: ContrastiveModel, images: Tensor) -> str:
+    """All that the answer depends on."""
+    cpu = torch.backends.cpu.get_cpu_capability()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2] for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu += names[0] if names else ""
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return (
+        f"{cpu}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{sum(sizes)} weights in {len(sizes)} tensors, {images.shape[-2]}x{images.shape[-1]} px"
+    )
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in content.items() if v in PRECISIONS} if isinstance(content, dict) else {}

@@ -1,0 +1,202 @@
+"""A budget of memory for the whole process: what a step will take, predicted before the first one."""
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+from streamclr.compute.allocator import release_freed_memory
+from streamclr.compute.chunked import backward, check_can_chunk, couples_views
+from streamclr.compute.fast_scoring import can_fold
+from streamclr.encoders.inference import inference_mode
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import Block, ResNet
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a step is to be made so that it fits."""
+
+    chunk_size: int | None  # views at a time; None is all of them
+    peak: int  # bytes, predicted, of the whole process
+
+    def __str__(self) -> str:
+        chunks = "all views at once" if self.chunk_size is None else f"{self.chunk_size} views at a time"
+        return f"{chunks}, {self.peak / MIB:.0f} MiB at most"
+
+
+def parse_size(text: str | int, name: str = "memory") -> int:
+    """`600M` or `1.5G` (or `600MiB`, or a number of bytes) as bytes; K, M and G are powers of 1024."""
+    if isinstance(text, int):
+        size = float(text)
+    elif match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE):
+        size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
+    else:
+        raise UserError(f"{name} is {text!r}: write a size as 600M or 1.5G")
+    if not 1 <= size < 2**63:
+        raise UserError(f"{name} is {text!r}: use a size above 0, as 600M or 1.5G")
+    return int(size)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        raise UserError("memory is given, and this system does not tell what a process has: leave memory out") from None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """The most bytes of memory that this process ever had. (`ru_maxrss` would count what its parent had, too.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def make_plan(
+    model: ContrastiveModel,
+    budget: int,
+    shape: tuple[int, ...],
+    n_views: int,
+    n_images: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    score: Callable[[ContrastiveModel, Tensor, str], Tensor],
+) -> MemoryPlan:
+    """The largest chunk with which a step fits into the budget; what cannot fit is refused with the least that does.
+
+    shape: of one image.
+    n_views: of one update.
+    n_images: that are held beside it, in the buffer and the segment.
+    loss, score: of a step, of which one small one is made to see what the libraries load.
+    """
+    check_can_chunk(model)
+    release_freed_memory()
+    work = _predictor(model, shape, n_views)
+    _warm_up(model, shape, loss, score)
+    fixed = resident() + n_images * torch.Size(shape).numel() + _scratch(model)
+    if fixed + work(None) <= budget:
+        return MemoryPlan(None, fixed + work(None))
+    fitting = [size for size in range(1, n_views) if fixed + work(size) <= budget]
+    if not fitting:
+        least = -(-(fixed + work(1)) // MIB)
+        raise UserError(
+            f"memory is {budget / MIB:.0f} MiB, and a step of {n_views} views of {shape[1]}x{shape[2]} px takes at "
+            f"least {least} MiB here, of which {resident() // MIB} MiB are taken already: use {least}M or more, "
+            "a narrower encoder, GroupNorm, a smaller batch or smaller images"
+        )
+    return MemoryPlan(fitting[-1], fixed + work(fitting[-1]))
+
+
+def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) -> Callable[[int | None], int]:
+    """Bytes of activations by chunk size, from the sizes that two views have."""
+    one_view = 4 * torch.Size(shape).numel()
+    plain = _saved_bytes(model, shape) // 2 + 2 * one_view
+    if not couples_views(model):
+        return lambda chunk_size: (chunk_size or n_views) * plain
+    kept, largest = _batch_norm_bytes(model, shape)
+
+    def work(chunk_size: int | None) -> int:
+        return n_views * plain if chunk_size is None else n_views * kept + chunk_size * (6 * largest + 4 * one_view)
+
+    return work
+
+
+def _saved_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> int:
+    """Of what autograd keeps of the forward pass of two views."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    with _unchanged(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(_blank(model, 2, shape))
+    return sum(saved.values())
+
+
+def _batch_norm_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of one view in `BatchNormPass`: at its fullest moment, and in its largest activation."""
+    encoder = model.encoder
+    assert isinstance(encoder, ResNet)
+    size: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, _: object, out: Tensor) -> None:
+        size[module] = out[0].numel() * out.element_size()
+
+    seen = [m for m in encoder.modules() if isinstance(m, nn.Conv2d | Block) or m is encoder.maxpool]
+    hooks = [module.register_forward_hook(note) for module in seen]
+    with inference_mode(model):
+        model(_blank(model, 2, shape))
+    for hook in hooks:
+        hook.remove()
+    kept, moments = 0, []
+    before: nn.Module = encoder.maxpool
+    for block in encoder.blocks:
+        path = [size[conv] for conv, _ in block.path]
+        shortcut = size[block.shortcut[0]] if block.shortcut else 0
+        if block in encoder.layer1:
+            moments.append(size[before] + size[block] + max(path[:-1]) * (len(path) - 1) + shortcut)
+        else:
+            kept += size[before]
+            moments.append(kept + size[block] + sum(path) + shortcut)
+        before = block
+    return max(moments), max(size.values())
+
+
+def _warm_up(
+    model: ContrastiveModel,
+    shape: tuple[int, ...],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    score: Callable[[ContrastiveModel, Tensor, str], Tensor],
+) -> None:
+    """One small step, undone, and a score: what the libraries load when they are first used is resident after it."""
+    views = _blank(model, 4, shape)
+    with _unchanged(model):
+        backward(model, lambda rows: views[rows], len(views), lambda z: loss(z[:2], z[2:]), chunk_size=2)
+    with suppress(RuntimeError):  # no int8 kernels here
+        score(model, (255 * views).byte(), "int8" if can_fold(model) else "fp32")
+
+
+class _unchanged:
+    """Buffers, gradients, modes and the global generator are as before afterwards."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        self.training, self.random_state = self.model.training, torch.get_rng_state()
+        self.model.train()
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        self.model.train(self.training)
+        torch.set_rng_state(self.random_state)
+
+
+def _blank(model: ContrastiveModel, n: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.rand(n, *shape, generator=torch.Generator().manual_seed(0)).to(model.mean.device)
+
+
+def _scratch(model: nn.Module) -> int:
+    """What the kernels need beside: reordered weights and, per thread, the gradient of the largest; and some slack."""
+    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return 4 * largest + 16 * MIB

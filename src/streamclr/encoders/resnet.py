@@ -1,0 +1,212 @@
+"""The base encoder f, a ResNet, and the projection head g (Sec. II-A)."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+
+Norm = Literal["batch", "group"]
+Stem = Literal["small", "half", "imagenet"]
+STEMS = {"small": (3, 1), "half": (3, 2), "imagenet": (7, 2)}  # kernel and stride; max-pool after the last alone
+
+
+def _norm(kind: Norm, channels: int) -> nn.Module:
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)  # 16 channels a group, as Wu & He
+
+
+class Block(nn.Module):
+    """A residual block: relu(path(x) + downsample(x)), the path being convolutions with a norm each, relu between."""
+
+    expansion: int  # channels out of the block per channel in its middle
+    downsample: nn.Module
+
+    @property
+    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+        raise NotImplementedError
+
+    @property
+    def shortcut(self) -> tuple[nn.Conv2d, nn.Module] | None:
+        """The convolution and norm in `downsample`; None where it is the identity."""
+        if not isinstance(self.downsample, nn.Sequential):
+            return None
+        conv, norm = self.downsample
+        assert isinstance(conv, nn.Conv2d)
+        return conv, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for i, (conv, norm) in enumerate(self.path):
+            y = norm(conv(F.relu_(y) if i else y))  # in place: no backward pass needs what stood there
+        return F.relu_(y.add_(self.downsample(x)))
+
+
+class Conv3x3(nn.Conv2d):
+    """A 3x3 convolution that keeps the size. On a single pixel all but its centre meets padding and is left out."""
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, 3, 1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2:] == (1, 1):  # the last stage at 32 px with the imagenet stem: a quarter of a narrow step
+            return F.conv2d(x, self.weight[:, :, 1:2, 1:2])
+        return super().forward(x)
+
+
+class BasicBlock(Block):
+    expansion = 1
+
+    def __init__(self, n_in: int, n_out: int, stride: int, norm: Norm):
+        super().__init__()
+        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False) if stride > 1 else Conv3x3(n_in, n_out)
+        self.bn1 = _norm(norm, n_out)
+        self.conv2 = Conv3x3(n_out, n_out)
+        self.bn2 = _norm(norm, n_out)
+        self.downsample = _downsample(n_in, n_out, stride, norm)
+
+    @property
+    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
+
+
+class Bottleneck(Block):
+    expansion = 4
+
+    def __init__(self, n_in: int, n_mid: int, stride: int, norm: Norm):
+        super().__init__()
+        n_out = n_mid * self.expansion
+        self.conv1 = nn.Conv2d(n_in, n_mid, 1, bias=False)
+        self.bn1 = _norm(norm, n_mid)
+        self.conv2 = nn.Conv2d(n_mid, n_mid, 3, stride, 1, bias=False)
+        self.bn2 = _norm(norm, n_mid)
+        self.conv3 = nn.Conv2d(n_mid, n_out, 1, bias=False)
+        self.bn3 = _norm(norm, n_out)
+        self.downsample = _downsample(n_in, n_out, stride, norm)
+
+    @property
+    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
+
+
+class PointwiseConv(nn.Conv2d):
+    """A 1x1 convolution that leaves pixels out first and is not strided itself.
+
+    oneDNN's strided one, channels last, writes past its workspace in the backward pass where the input has few
+    channels (uxlfoundation/oneDNN#6035): a crash, a hang or wrong gradients, by luck.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x[..., :: self.stride[0], :: self.stride[1]], self.weight)
+
+
+def _downsample(n_in: int, n_out: int, stride: int, norm: Norm) -> nn.Module:
+    if stride == 1 and n_in == n_out:
+        return nn.Identity()
+    return nn.Sequential(PointwiseConv(n_in, n_out, 1, stride, bias=False), _norm(norm, n_out))
+
+
+class ResNet(nn.Module):
+    """Images to features, with torchvision's parameter names, so that public pre-trained weights load.
+
+    width: channels of the first stage; 64 is the ResNet of the literature.
+    stem: `small` (3x3, stride 1, no max-pool) for images of about 32 px, `imagenet` (7x7, stride 2, max-pool) above;
+        `half` (3x3, stride 2, no max-pool) is a quarter of the work of `small`.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: tuple[int, int, int, int],
+        width: int = 64,
+        stem: Stem = "small",
+        norm: Norm = "batch",
+    ):
+        super().__init__()
+        if width < 1:
+            raise UserError(f"width is {width}: use at least 1")
+        if stem not in STEMS:
+            raise UserError(f"stem is {stem!r}: use 'small' (about 32 px), 'half' or 'imagenet' (larger images)")
+        if norm not in ("batch", "group"):
+            raise UserError(f"norm is {norm!r}: use 'batch' or 'group'")
+        kernel, stride = STEMS[stem]
+        self.conv1 = nn.Conv2d(3, width, kernel, stride, kernel // 2, bias=False)
+        self.bn1 = _norm(norm, width)
+        self.maxpool = nn.MaxPool2d(3, 2, 1) if stem == "imagenet" else nn.Identity()
+        self.n_features = width
+
+        def layer(depth: int, n_mid: int, stride: int) -> nn.Sequential:
+            blocks = []
+            for i in range(depth):
+                blocks.append(block(self.n_features, n_mid, stride if i == 0 else 1, norm))
+                self.n_features = n_mid * block.expansion
+            return nn.Sequential(*blocks)
+
+        self.layer1 = layer(depths[0], width, 1)
+        self.layer2 = layer(depths[1], 2 * width, 2)
+        self.layer3 = layer(depths[2], 4 * width, 2)
+        self.layer4 = layer(depths[3], 8 * width, 2)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for layer in (self.layer1, self.layer2, self.layer3, self.layer4) for block in layer]  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)  # two thirds of the time in a narrow encoder
+        x = self.maxpool(F.relu_(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return x.mean((2, 3))  # n x n_features
+
+
+def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    return ResNet(BasicBlock, (2, 2, 2, 2), width, stem, norm)
+
+
+def resnet34(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    return ResNet(BasicBlock, (3, 4, 6, 3), width, stem, norm)
+
+
+def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    return ResNet(Bottleneck, (3, 4, 6, 3), width, stem, norm)
+
+
+ENCODERS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
+
+
+class Architecture(NamedTuple):
+    """Which of these encoders; the fields are the options of a run."""
+
+    encoder: str
+    width: int
+    stem: str
+    norm: str
+
+    def __str__(self) -> str:
+        return f"a {self.encoder} of width {self.width} with the {self.stem} stem and {self.norm} norm"
+
+    def make(self) -> ResNet:
+        return ENCODERS[self.encoder](self.width, self.stem, self.norm)
+
+    @classmethod
+    def of(cls, encoder: nn.Module) -> "Architecture":
+        if isinstance(encoder, ResNet):
+            conv, shapes = encoder.conv1, _shapes(encoder)
+            stem = next(name for name, shape in STEMS.items() if shape == (conv.kernel_size[0], conv.stride[0]))
+            norm = "group" if isinstance(encoder.bn1, nn.GroupNorm) else "batch"
+            for found in (cls(name, conv.out_channels, stem, norm) for name in ENCODERS):
+                with torch.device("meta"):  # no memory, no random numbers
+                    if _shapes(found.make()) == shapes:
+                        return found
+        raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}

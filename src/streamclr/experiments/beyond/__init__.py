@@ -1,0 +1,1 @@
+"""Experiments that are not in the paper, one short script each."""

@@ -1,0 +1,162 @@
+"""A fleet: ten devices that share an encoder and no image, against each alone and one learner that sees it all."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from streamclr.base.progress import Progress
+from streamclr.base.table import Table
+from streamclr.classifier import Accuracy, linear_probe
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.experiments.findings import Findings, signed, spread
+from streamclr.fleet.options import SimulateOptions
+from streamclr.fleet.rounds import read_rounds
+from streamclr.fleet.simulate import prepared, run_rounds
+from streamclr.fleet.split import shard, whole_of
+from streamclr.learner import Learner
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import make_learner
+from streamclr.runs.evaluation import extract
+from streamclr.streams.datasets.images import DatasetSource
+from streamclr.streams.stream import Stream
+from streamclr.sweeps.job import Job, Result
+from streamclr.sweeps.lab import Lab
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+N_DEVICES, N_ROUNDS, DROPOUT = 10, 50, 0.2
+BUFFER = 64  # of each learner: with 256 a device would have two steps in a round
+N_PROBED = 10_000  # labelled images of the probe, evenly spaced: ten single devices are probed for each fleet
+EQUAL = "pooled, as many steps as a device"
+SPLITS = {"classes:2": "two classes each", "stc": "all classes each"}
+
+
+def fleet(lab: Lab) -> Findings:
+    everybody = lab.images or lab.pick(paper=25_000_000, cpu=256_000)
+    n_device = everybody // N_DEVICES
+    n_round = -(-n_device // N_ROUNDS)  # images of a device in a round
+
+    def jobs(function: str, images: int, **own: Any) -> list[Job]:
+        runs = lab.runs(probes=0, images=images, buffer=BUFFER)
+        return [
+            replace(job, function=f"{__name__}:{function}", arguments=job.arguments | own | {"images": images})
+            for job in runs
+        ]
+
+    rows: dict[str, list[Job]] = {"pooled": jobs("pooled", everybody), EQUAL: jobs("pooled", n_device)}
+    for split, seen in SPLITS.items():
+        own = {"split": split, "dropout": 0.0, "round_images": n_round}
+        rows[f"{seen}: single"] = jobs("single", everybody, split=split, device_images=n_device)
+        rows[f"{seen}: fleet"] = jobs("federated", everybody, **own)
+        rows[f"{seen}: fleet, {DROPOUT:.0%} drop out"] = jobs("federated", everybody, **own | {"dropout": DROPOUT})
+    results = lab.do(rows)
+    measured = {row: [100 * result["accuracy"] for result in own] for row, own in results.items()}
+
+    def closed(row: str, seen: str, pooled: str) -> str:
+        """The share of the gap between single and pooled."""
+        low, high, own = (mean(measured[name]) for name in (f"{seen}: single", pooled, row))
+        return "–" if high - low < 1 else f"{100 * (own - low) / (high - low):.0f} %"
+
+    def cells(row: str) -> list[str]:
+        seen = row.partition(":")[0]
+        if f"{seen}: fleet" not in measured:
+            return [row, spread(measured[row]), "–", "–", "–"]
+        loss = signed(mean(measured[row]) - mean(measured[f"{seen}: fleet"]))
+        both = (closed(row, seen, pooled) for pooled in ("pooled", EQUAL))
+        return [row, spread(measured[row]), loss, *both]
+
+    table = Table(
+        f"A fleet of {N_DEVICES}, CIFAR-10",
+        ["", "linear probe, %", "against the fleet", "gap closed to pooled", "to pooled, equal steps"],
+        [cells(row) for row in measured],
+        f"Not in the paper. {N_DEVICES} devices with buffers of {BUFFER}, {N_ROUNDS} rounds of {n_round} images each; "
+        f"the pooled learner sees as many images as all of them, {N_DEVICES} times the steps of a device, or as many "
+        f"steps as one. Linear probe on {N_PROBED:,} labels. Single: the mean of the ten devices, each alone.",
+    )
+
+    def draw(axes: "Axes") -> None:
+        for row, own in results.items():
+            if "loss" in own[0]:
+                axes.plot(np.mean(np.array([result["loss"] for result in own], float), axis=0), label=row)
+        axes.set_xlabel("round")
+        axes.legend(fontsize=6)
+
+    return Findings([table], {"accuracy": measured, "facts": _facts(results)}, "Loss on the devices", draw)
+
+
+def _facts(results: dict[str, list[Result]]) -> dict[str, Any]:
+    names = ("refused", "failed", "silent", "devices")
+    return {row: [{n: result[n] for n in names if n in result} for result in own] for row, own in results.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the process of a job
+
+
+def federated(directory: Path, split: str, dropout: float, round_images: int, **config: Any) -> Result:
+    # One that was interrupted begins anew: its devices may be a round ahead of its server.
+    shutil.rmtree(directory / "fleet", ignore_errors=True)
+    asked = SimulateOptions(
+        **config | {"images": None, "out": str(directory / "fleet")},
+        devices=N_DEVICES,
+        rounds=N_ROUNDS,
+        round_images=round_images,
+        split=split,
+        dropout=dropout,
+        workers=1,
+    )
+    learner, out = prepared(asked)
+    rounds = run_rounds(asked, learner, out)
+    lines = read_rounds(out)
+    return {
+        "accuracy": probe(rounds.kept_model(), whole_of(asked.source)),
+        "loss": [line["loss"] for line in lines],
+        "failed": sum(len(line["failed"]) for line in lines),
+        "silent": sum(line["silent"] for line in lines),
+        "refused": dict(rounds.refused),
+    }
+
+
+def single(directory: Path, split: str, device_images: int, **config: Any) -> Result:
+    """Each device alone, with the stream that it has in the fleet, from weights of its own."""
+    torch.set_num_threads(1)
+    one, accuracies = RunOptions(**config), []
+    with Progress("devices alone", N_DEVICES) as bar:
+        for device in range(N_DEVICES):
+            source = shard(one.source, split, device, N_DEVICES, one.stc, one.seed)
+            learner = make_learner(replace(one, seed=one.seed + device))
+            _learn(learner, source, one, device_images)
+            accuracies.append(probe(learner.model, source))
+            bar.advance(1)
+    return {"accuracy": mean(accuracies), "devices": accuracies}
+
+
+def pooled(directory: Path, **config: Any) -> Result:
+    torch.set_num_threads(1)
+    one = RunOptions(**config)
+    assert one.images is not None
+    source = whole_of(f"{one.source}?stc={one.stc}&seed={one.seed}")
+    learner = make_learner(one)
+    _learn(learner, source, one, one.images)
+    return {"accuracy": probe(learner.model, source)}
+
+
+def _learn(learner: Learner, source: DatasetSource, config: RunOptions, n_images: int) -> None:
+    assert config.segment is not None
+    for images in Stream(source).segments(config.segment, until=n_images):
+        learner.learn_many(images)
+
+
+def probe(model: ContrastiveModel, source: DatasetSource) -> float:
+    assert source.train is not None
+    assert source.test is not None
+    numbers = torch.linspace(0, len(source.train) - 1, min(len(source.train), N_PROBED)).long()
+    known, tested = extract(model, source.train, numbers), extract(model, source.test)
+    head = linear_probe(known.features, known.labels, len(source.classes))
+    return Accuracy.of(head(tested.features).argmax(1), tested.labels, len(source.classes)).top1

@@ -1,0 +1,69 @@
+"""Which encoder and learning rate the CPU scale has: a sweep with the policy Random, so that it favours nobody."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamclr.base.table import Table
+from streamclr.experiments.findings import ALL, Findings, accuracy, spread
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import prepare
+from streamclr.runs.evaluation import evaluate
+from streamclr.runs.loop import learn_stream
+from streamclr.streams.datasets.images import ArrayImages
+from streamclr.sweeps.job import Result
+from streamclr.sweeps.lab import Lab
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENCODERS = (("small", 4), ("half", 8), ("imagenet", 8), ("imagenet", 16))
+RATES = (3e-4, 1e-3, 3e-3)
+
+
+def sweep(lab: Lab) -> Findings:
+    images = lab.images or 100_000
+    jobs = {}
+    for stem, width in ENCODERS:
+        for lr in RATES:
+            runs = lab.runs(policy="random", images=images, stem=stem, width=width, lr=lr, probes=0)
+            jobs[f"{stem}, {width}, {lr:g}"] = [replace(job, function=f"{__name__}:validate") for job in runs]
+    results = lab.do(jobs)
+    measured = {
+        row: {"accuracy": accuracy(own, ALL), "minutes": [500_000 / images * result["seconds"] / 60 for result in own]}
+        for row, own in results.items()
+    }
+    table = Table(
+        "Random Replace on CIFAR-10, all labels, 10,000 training images held back",
+        ["stem, width, learning rate", "accuracy, %", "minutes of learning for 500,000 images"],
+        [[row, spread(values["accuracy"]), spread(values["minutes"])] for row, values in measured.items()],
+    )
+
+    def draw(axes: "Axes") -> None:
+        for stem, width in ENCODERS:
+            means = [measured[f"{stem}, {width}, {lr:g}"]["accuracy"] for lr in RATES]
+            axes.plot(
+                RATES, [sum(values) / len(values) for values in means], marker="o", label=f"{stem}, width {width}"
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("learning rate")
+        axes.legend(fontsize=8)
+
+    return Findings([table], measured, f"Accuracy of Random Replace after {images:,} images, %", draw)
+
+
+def validate(directory: Path, **config: Any) -> Result:
+    """A run that is tested on a fifth of the training images, which the classifier does not see."""
+    one, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
+    seconds = learn_stream(one, learner, stream, RunDirectory.of(one))
+    train = stream.source.train
+    assert train is not None
+    known, held_back = (
+        ArrayImages(train.images(numbers), train.labels[numbers], train.classes)
+        for numbers in np.split(np.arange(len(train)), [len(train) * 4 // 5])
+    )
+    results, _ = evaluate(learner.model, known, held_back, (1.0,), one.seed)
+    return results | {"seconds": seconds}

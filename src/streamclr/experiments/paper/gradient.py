@@ -1,0 +1,133 @@
+"""Does a high contrast score mean a large gradient? Score against the gradient's norm, image by image (Sec. III-C)."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamclr.base.table import Table
+from streamclr.encoders.inference import infer
+from streamclr.experiments.findings import Findings, spread
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import prepare
+from streamclr.score import contrast_score, rank_correlation
+from streamclr.sweeps.job import Result
+from streamclr.sweeps.lab import Lab
+from streamclr.views import StrongViews, flip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from streamclr.encoders.projection import ContrastiveModel
+
+MARKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the images
+N_BATCHES, N_DRAWS = 8, 4  # mini-batches looked at, and strong views of each
+
+
+def gradient(lab: Lab) -> Findings:
+    images = lab.pick(paper=5_000_000, cpu=100_000)
+    runs = [replace(job, function=f"{__name__}:measure") for job in lab.runs(images=images, probes=0)]
+    results = lab.do({"contrast": runs})["contrast"]
+    measured: dict[str, Any] = {}
+    rows: dict[str, list[list[str]]] = {pair: [] for pair in PAIRS}
+    for mark in range(len(MARKS)):
+        points = [result["marks"][mark] for result in results]
+        seen = f"{points[0]['seen']:,}"
+        measured[seen] = {key: [point[key] for point in points] for key in points[0] if key != "scatter"}
+        for pair, own in rows.items():
+            own.append(
+                [seen, *(spread(measured[seen][f"{pair}_{key}"], digits) for key, (_, digits) in COLUMNS.items())]
+            )
+    head = ["images seen", *(name for name, _ in COLUMNS.values())]
+    note = (
+        "The gradient is that of Eq. 4 with respect to z. Case 1 of the paper says that the lowest tenth of the scores "
+        "has p+ near 1 and a gradient near 0, case 2 that the highest tenth has p+ near 0 and a large one."
+    )
+    tables = [
+        Table(f"Contrast score and gradient of {name}, CIFAR-10", head, rows[pair], note if pair == "strong" else "")
+        for pair, name in PAIRS.items()
+    ]
+    last = results[0]["marks"][-1]["scatter"]
+
+    def draw(axes: "Axes") -> None:
+        for pair, name in PAIRS.items():
+            axes.plot(last["score"], last[pair], ".", ms=2, label=name)
+        axes.set_xlabel("contrast score")
+        axes.legend(fontsize=8)
+
+    return Findings(
+        tables,
+        measured,
+        f"Norm of the gradient of each image after {results[0]['marks'][-1]['seen']:,} images, seed 0",
+        draw,
+    )
+
+
+PAIRS = {"flip": "x and its flip", "strong": "strong views"}
+COLUMNS = {  # name, digits
+    "correlation": ("rank correlation", 2),
+    "gradient_low": ("gradient, lowest tenth of scores", 2),
+    "gradient_high": ("gradient, highest tenth", 2),
+    "match_low": ("p+, lowest tenth", 4),
+    "match_high": ("p+, highest tenth", 4),
+}
+
+
+def measure(directory: Path, **config: Any) -> Result:
+    """Learn as in a run, and look at scores and gradients of unseen mini-batches at each mark."""
+    one, stream, learner = prepare(RunOptions(**config))
+    assert one.segment is not None
+    assert one.images is not None
+    source = stream.source
+    assert source.test is not None
+    n = min(N_BATCHES * one.segment, len(source.test))
+    looked_at = torch.from_numpy(source.test.images(torch.linspace(0, len(source.test) - 1, n).long().numpy()))
+    marks = []
+    for share in MARKS:
+        until = round(share * one.images)
+        for images in stream.segments(one.segment, until=until):
+            learner.learn_many(images)
+        generator = torch.Generator().manual_seed(one.seed)
+        found = look(learner.model, looked_at, one.segment, one.temperature, generator)
+        marks.append({"seen": until, **found})
+        print(f"after {until} images: {found['strong_correlation']:.3f}", flush=True)
+    return {"marks": marks}
+
+
+def look(model: "ContrastiveModel", images: Tensor, n: int, temperature: float, generator: torch.Generator) -> Result:
+    """Scores, gradients and matching probabilities of images, in mini-batches of `n`."""
+    score = contrast_score(model, images)
+    views, parts = StrongViews(), []
+    for batch in images.split(n):
+        flipped = eq4(infer(model, batch), infer(model, flip(batch)), temperature)
+        drawn = []
+        for _ in range(N_DRAWS):
+            z0, z1 = (infer(model, views(batch, generator)) for _ in range(2))
+            drawn.append(eq4(z0, z1, temperature))
+        strong = (torch.stack(values).mean(0) for values in zip(*drawn, strict=True))
+        parts.append(torch.stack([*flipped, *strong]))
+    norms = dict(zip(("flip", "flip_match", "strong", "strong_match"), torch.cat(parts, 1), strict=True))
+    order, tenth = score.argsort(), len(score) // 10
+    found: Result = {}
+    for pair in PAIRS:
+        found[f"{pair}_correlation"] = rank_correlation(score, norms[pair])
+        for name, value in (("gradient", norms[pair]), ("match", norms[f"{pair}_match"])):
+            found[f"{pair}_{name}_low"] = float(value[order[:tenth]].mean())
+            found[f"{pair}_{name}_high"] = float(value[order[-tenth:]].mean())
+    some = slice(None, None, -(-len(score) // 512))  # enough for a scatter
+    rounded = {name: [round(v, 4) for v in x[some].tolist()] for name, x in ({"score": score} | norms).items()}
+    return found | {"scatter": {name: rounded[name] for name in ("score", "flip", "strong")}}
+
+
+def eq4(z0: Tensor, z1: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The norm of the gradient of l(i, i+) with respect to z_i (Eq. 4, corrected), and p+ (Eq. 5); mean of both."""
+    z = torch.cat([z0, z1])
+    n = len(z0)
+    similarity = (z @ z.T / temperature).fill_diagonal_(-torch.inf)
+    p = similarity.softmax(1)
+    partner = torch.cat([z1, z0])
+    gradients = (p @ z - partner) / temperature
+    match = p[torch.arange(2 * n), (torch.arange(2 * n) + n) % (2 * n)]
+    return gradients.norm(dim=1).view(2, n).mean(0), match.view(2, n).mean(0)

@@ -1,0 +1,85 @@
+"""CIFAR-10 with 1 % and 10 % of the labels, after learning without labels: in the paper 100 epochs (Sec. IV-B)."""
+
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from streamclr.base.table import Table
+from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, signed, spread
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder, open_run_stream
+from streamclr.runs.evaluation import evaluate_supervised
+from streamclr.sweeps.job import Job, Result
+from streamclr.sweeps.lab import Lab
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FRACTIONS = ("0.01", "0.1")
+PAPER = {
+    "contrast": (60.47, 71.75),
+    "random": (60.47 - 8.33, 71.75 - 4.58),
+    "fifo": (60.47 - 12.02, 71.75 - 7.49),
+    "selective-bp": (60.47 - 13.90, 71.75 - 10.09),
+    "k-center": (60.47 - 13.21, 71.75 - 9.24),
+}
+PAPER_SUPERVISED = (32.11, 40.53)  # which reading it is, the paper does not say
+
+
+def labels(lab: Lab) -> Findings:
+    images = lab.pick(paper=5_000_000, cpu=500_000)
+    jobs = {policy: lab.runs(policy=policy, images=images) for policy in PAPER}
+    jobs["supervised"] = [
+        Job(f"supervised-{seed}", f"{__name__}:supervised", job.arguments | {"policy": "fifo", "images": None})
+        for seed, job in enumerate(jobs["fifo"])
+    ]
+    results = lab.do(jobs)
+    ours = {policy: {f: accuracy(results[policy], f) for f in (*FRACTIONS, ALL)} for policy in PAPER}
+    readings = {"supervised, end to end": "end_to_end", "supervised, head on an untrained encoder": "untrained_encoder"}
+    for name, reading in readings.items():
+        ours[name] = {f: [100 * result[f][reading] for result in results["supervised"]] for f in FRACTIONS}
+
+    rows = []
+    for row, values in ours.items():
+        cells = [NAMES.get(row, row)]
+        for i, fraction in enumerate(FRACTIONS):
+            cells += against(values[fraction], PAPER.get(row, PAPER_SUPERVISED)[i])
+        rows.append([*cells, spread(values.get(ALL, []))])
+    head = ["", *(f"{100 * float(f):g} %{what}" for f in FRACTIONS for what in (" labels", ", paper", ", difference"))]
+    title = f"Accuracy on CIFAR-10 with few labels after {lab.images or images:,} images without, %"
+    accuracies = Table(title, [*head, "all labels"], rows)
+
+    rows = []
+    for policy in list(PAPER)[1:]:
+        cells = [f"Contrast Scoring less {NAMES[policy]}"]
+        for i, fraction in enumerate(FRACTIONS):
+            margins = [a - b for a, b in zip(ours["contrast"][fraction], ours[policy][fraction], strict=True)]
+            cells += [spread(margins), signed(PAPER["contrast"][i] - PAPER[policy][i], 2)]
+        margins = [a - b for a, b in zip(ours["contrast"][ALL], ours[policy][ALL], strict=True)]
+        rows.append([*cells, spread(margins)])
+    margins_table = Table(
+        "Margin of contrast scoring, seed by seed on the same stream, points",
+        ["", "1 % labels", "1 %, paper", "10 % labels", "10 %, paper", "all labels"],
+        rows,
+    )
+
+    def draw(axes: "Axes") -> None:
+        for i, fraction in enumerate(FRACTIONS):
+            for j, values in enumerate(ours.values()):
+                axes.bar(j + 0.4 * i, mean(values[fraction]), 0.38, color=f"C{i}")
+                axes.plot([j + 0.4 * i] * len(values[fraction]), values[fraction], "k.", ms=3)
+        axes.set_xticks([j + 0.2 for j in range(len(ours))], list(ours), rotation=20, ha="right", fontsize=7)
+        axes.set_ylabel("%")
+
+    return Findings([accuracies, margins_table], ours, "CIFAR-10, 1 % (left) and 10 % of the labels", draw)
+
+
+def supervised(directory: Path, **config: Any) -> Result:
+    """Both readings of the supervised baseline, with the run's encoder and draws of labels."""
+    one = RunOptions(**config)
+    source = open_run_stream(one).source
+    assert source.train is not None
+    assert source.test is not None
+    fractions = tuple(float(f) for f in FRACTIONS)
+    device = one.device or "cpu"
+    return dict(evaluate_supervised(lambda: make_encoder(one), source.train, source.test, fractions, one.seed, device))

@@ -1,0 +1,366 @@
+"""Asking a person about a run: which images, in which order, and the classifier that learns from the answers."""
+
+import io
+import json
+import math
+import sqlite3
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from streamclr.base.errors import UserError
+from streamclr.classifier import Head, train_head
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.guards import unusable
+from streamclr.labelling.candidates import read_candidates
+from streamclr.labelling.order import asking_order
+from streamclr.labelling.store import Answer, Labels, Question
+from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.records.label_budget import LabelBudget
+
+N_AHEAD, N_ALIKE = 12, 11  # questions that a page knows of, and look-alikes of each
+N_FOLDS = 5  # a fifth of the labels at a time is held back from the classifier that is tested on it
+SESSION = 600.0  # seconds after an answer in which no questions are replaced by others, unless the run has ended
+LOOK_AGAIN = 10.0  # seconds after which a run that was not finished is looked at again
+
+
+@dataclass
+class Trained:
+    """A classifier from the answers, and what is known of it."""
+
+    head: Head
+    classes: list[int]  # the number of each of its outputs in labels.sqlite
+    probabilities: Tensor  # of every question
+    n_labels: int
+    accuracy: float | None  # on labels that were held back; None while there are too few
+    interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
+
+
+class Asking:
+    """Questions about one run, for a page or a command; the encoder's features are computed once."""
+
+    def __init__(self, directory: RunDirectory):
+        if directory.config.label_budget is None:
+            raise UserError(f"{directory.path} has no label queue: run with --label-budget 1%")
+        self.directory, self.labels = directory, Labels(directory.path / "labels.sqlite")
+        self.message = ""  # what is being done, or why nothing can be asked
+        self.questions: list[Question] = []
+        self.features = torch.empty(0, 0)  # a row for each question
+        self.trained: Trained | None = None
+        self.model_of = ""  # which state of the encoder the features are of
+        self.trained_on: tuple[int, dict[int, str]] | None = None  # the last answer and the names that it knows of
+        self._explanation = ""  # the message while nothing is being done
+        self._lock = threading.Lock()  # for a page that reads while the worker changes these
+
+    def close(self) -> None:
+        self.labels.close()
+
+    def prepare(self, choose_anew: bool = True) -> None:
+        """Choose what to ask with the newest encoder, unless that was done, and compute the features of it.
+
+        choose_anew: also if there are questions already, chosen with another encoder or from fewer images.
+        """
+        model, model_of = self.directory.newest_model()
+        explanation = ""
+        if choose_anew or not self.labels.questions():
+            try:
+                self._choose(model, model_of)
+            except UserError as error:
+                if not self.labels.questions():
+                    raise
+                explanation = str(error)  # what was asked before can be answered all the same
+        questions = self.labels.questions()
+        images_asked = torch.stack([self._image(question.key) for question in questions])
+        features = self._features(model, images_asked, "features")
+        with self._lock:
+            self.questions, self.features, self.model_of = questions, features, model_of
+            self.trained, self.trained_on = None, None
+            self.message = self._explanation = explanation
+
+    def _choose(self, model: ContrastiveModel, model_of: str) -> None:
+        config = self.directory.config
+        candidates = read_candidates(self.directory.path / "candidates.bin")
+        if config.guards not in ("auto", "off") and candidates:
+            lies = unusable(torch.stack([candidate.image for candidate in candidates])).tolist()
+            candidates = [candidate for candidate, lie in zip(candidates, lies, strict=True) if not lie]
+        if not candidates:
+            raise UserError("no images to ask about yet: the run has only begun")
+        newest = candidates[-1].arrival
+        made_from = f"{model_of}, {len(candidates)} candidates up to image {newest}"
+        if self.labels.fact("made_from") == made_from:
+            return
+        stay = self.labels.lasting()  # in other hands, or answered
+        images = {key: self._image(key) for key in stay} | {c.key: c.image for c in candidates}
+        arrivals = {question.key: question.arrival for question in stay.values()} | {
+            c.key: c.arrival for c in candidates
+        }
+        keys = list(images)
+        assert config.label_budget is not None
+        n_asked = min(max(LabelBudget.parse(config.label_budget).of(newest + 1), len(stay)), len(keys))
+        features = self._features(model, torch.stack(list(images.values())), "choosing what to ask")
+        known = torch.tensor([key in stay for key in keys], dtype=torch.bool)
+        order = asking_order(features, n_asked, config.seed, known).tolist()
+        chosen = [
+            (Question(keys[row], arrivals[keys[row]], rank), png(images[keys[row]])) for rank, row in enumerate(order)
+        ]
+        self.labels.ask(chosen, at_most=n_asked)  # others may have been answered meanwhile
+        self.labels.note("made_from", made_from)
+        if not self.labels.classes():
+            for name in self.directory.class_names():
+                with suppress(UserError):  # a folder may have a name that is too long for a button
+                    self.labels.add_class(name)
+
+    def _image(self, key: str) -> Tensor:
+        picture = self.labels.picture(key)
+        if picture is None:
+            raise UserError("other questions were chosen meanwhile: try again")
+        return pixels(picture)
+
+    def _features(self, model: ContrastiveModel, images: Tensor, what: str) -> Tensor:
+        parts: list[Tensor] = []
+        for part in images.split(256):
+            self.message = f"{what}: {256 * len(parts):,} of {len(images):,} images"
+            parts.append(infer(model, part, model.features).cpu())
+        return torch.cat(parts)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def train(self) -> Trained | None:
+        """A classifier from all labels so far, saved in the run; None while there are fewer than two classes."""
+        answers, names = self.labels.answers(), self.labels.classes()
+        trained_on = _last(answers), names
+        rows = [row for row, question in enumerate(self.questions) if _is_label(answers.get(question.key))]
+        given = [answers[self.questions[row].key] for row in rows]
+        classes = sorted({answer.class_id for answer in given if answer.class_id is not None})
+        if len(classes) < 2:
+            self.directory.forget_labelled()
+            with self._lock:
+                self.trained, self.trained_on, self.message = None, trained_on, self._explanation
+            return None
+        targets = torch.tensor([classes.index(answer.class_id or 0) for answer in given])
+        features = self.features[rows]
+        head = train_head(features, targets, len(classes), quiet=True)
+        probabilities = head(self.features).softmax(1)
+        together = self._answered_together([self.questions[row].key for row in rows], given)
+        right, n_tested = _cross_validate(features, targets, together, len(classes))
+        trained = Trained(head, classes, probabilities, len(rows), None)
+        if n_tested:
+            trained.accuracy, trained.interval = right / n_tested, wilson(right, n_tested)
+        known = [names[number] for number in classes]
+        accuracy = None if trained.accuracy is None else round(trained.accuracy, 4)
+        self.directory.save_labelled(head, known, self.model_of, trained.n_labels, accuracy)
+        self._remember(trained)
+        with self._lock:
+            self.trained, self.trained_on, self.message = trained, trained_on, self._explanation
+        return trained
+
+    def is_behind(self) -> bool:
+        """Whether there are answers, or names of classes, that the classifier does not know of."""
+        return bool(self.questions) and self.trained_on != (_last(self.labels.answers()), self.labels.classes())
+
+    def _answered_together(self, keys: list[str], given: list[Answer]) -> list[tuple[int, str]]:
+        """The same for what was answered at one go, because it looks alike. What came from a file did not."""
+        imported = self.labels.imported()
+        return [
+            (answer.number, key if answer.number in imported else "") for key, answer in zip(keys, given, strict=True)
+        ]
+
+    def _remember(self, trained: Trained) -> None:
+        if trained.accuracy is not None:
+            history = [point for point in self.history() if point[0] < trained.n_labels]
+            points = [*history, [trained.n_labels, round(trained.accuracy, 4)]]
+            self.labels.note("history", json.dumps(points[-1000:]))
+
+    def history(self) -> list[list[float]]:
+        """Numbers of labels and the accuracy with them."""
+        return json.loads(self.labels.fact("history") or "[]")
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that a page shows."""
+        with self._lock:
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        questions, trained, answers = self.questions, self.trained, self.labels.answers()
+        asked = {question.key: row for row, question in enumerate(questions)}
+        kinds = [answer.kind for key, answer in answers.items() if key in asked]
+        counts = {
+            name: kinds.count(kind) for name, kind in (("labelled", "label"), ("skipped", "skip"), ("unsure", "unsure"))
+        }
+        per_class: dict[int, int] = {}
+        for answer in answers.values():
+            if answer.class_id is not None:
+                per_class[answer.class_id] = per_class.get(answer.class_id, 0) + 1
+        to_ask = self._to_ask(answers)
+        low, high = trained.interval if trained else (0.0, 1.0)
+        is_known = self.trained_on is not None and self.trained_on[0] == _last(answers)
+        unanswered = [row for row in to_ask if questions[row].key not in answers]
+        return {
+            "ready": bool(questions),
+            "message": self.message,
+            "classes": [{"id": n, "name": name, "n": per_class.get(n, 0)} for n, name in self.labels.classes().items()],
+            "progress": {"asked": len(questions), **counts, "left": len(to_ask)},
+            "saved": self.labels.n_answers(),
+            "accuracy": {
+                "value": trained.accuracy if trained else None,
+                "low": low,
+                "high": high,
+                "n": trained.n_labels if trained else 0,
+                "training": bool(questions) and not is_known,
+                "history": self.history(),
+            },
+            "last": self.labels.last(),
+            "next": self._tasks(to_ask[:N_AHEAD], unanswered),
+        }
+
+    def _to_ask(self, answers: dict[str, Answer]) -> list[int]:
+        """Rows in the order that pays; then what was skipped."""
+        rows = [row for row, question in enumerate(self.questions) if question.key not in answers]
+        skipped = [
+            (answers[question.key].number, row)
+            for row, question in enumerate(self.questions)
+            if question.key in answers and answers[question.key].kind == "skip"
+        ]
+        return rows + [row for _, row in sorted(skipped)]
+
+    def _tasks(self, rows: list[int], unanswered: list[int]) -> list[dict[str, Any]]:
+        """Each with those of the unanswered that look most like it."""
+        directions = F.normalize(self.features, dim=1)
+        similarity = directions[unanswered] @ directions[rows].T  # len(unanswered) x len(rows)
+        nearest = similarity.topk(min(N_ALIKE + 1, len(unanswered)), dim=0).indices.T.tolist()
+        tasks = []
+        for row, places in zip(rows, nearest, strict=True):
+            alike = [unanswered[place] for place in places if unanswered[place] != row][:N_ALIKE]
+            more = {"arrival": self.questions[row].arrival, "alike": [self._picture(other) for other in alike]}
+            tasks.append(self._picture(row) | more)
+        return tasks
+
+    def _picture(self, row: int) -> dict[str, Any]:
+        return {"id": self.questions[row].key, "guess": self.guess(row)}
+
+    def guess(self, row: int) -> dict[str, Any] | None:
+        """The class that the classifier would give, by its number."""
+        if self.trained is None:
+            return None
+        probability, best = self.trained.probabilities[row].max(0)
+        return {"class": self.trained.classes[int(best)], "probability": round(float(probability), 4)}
+
+
+class Worker:
+    """Prepares the questions and trains the classifier again after every answer, in a thread of its own."""
+
+    def __init__(self, asking: Asking):
+        self.asking = asking
+        self._wake = threading.Event()
+        self._ends = self._opened = self._held_back = False
+        self._thread = threading.Thread(target=self._work, name="asking", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def look_anew(self) -> None:
+        """Somebody opens the page: what the run has learned meanwhile counts."""
+        self._opened = True
+        self.wake()
+
+    def close(self) -> None:
+        self._ends = True
+        self.wake()
+        self._thread.join(30)
+        self.asking.close()
+
+    def _work(self) -> None:
+        looked = -math.inf
+        while not self._ends:
+            try:
+                if self._opened or time.monotonic() - looked > LOOK_AGAIN:
+                    looked = time.monotonic()
+                    self._prepare_if_due()
+                if self.asking.is_behind():
+                    self.asking.train()
+            except FAILURES as error:  # a full disk, say, that may have room the next time
+                self.asking.message = f"the classifier is not saved ({error})"
+            self._wake.wait(LOOK_AGAIN)
+            self._wake.clear()
+
+    def _prepare_if_due(self) -> None:
+        """At first, as long as there is nothing to ask, and with another encoder when the run has ended or somebody
+        opens the page; what another process has chosen is taken over."""
+        asking, opened = self.asking, self._opened
+        if opened:
+            self._opened = False
+        try:
+            newest = asking.directory.newest_encoder()
+            is_new = newest not in (None, asking.model_of) or self._held_back
+            if not asking.questions or (is_new and (opened or newest == FINISHED)):
+                in_use = bool(asking.questions) and newest != FINISHED and asking.labels.quiet() < SESSION
+                asking.prepare(choose_anew=not in_use)
+                self._held_back = in_use
+            elif asking.questions != asking.labels.questions():
+                asking.prepare(choose_anew=False)
+        except FAILURES as error:
+            asking.message = str(error)
+
+
+FAILURES = (UserError, OSError, sqlite3.Error)  # that the worker outlives
+
+
+def _cross_validate(
+    features: Tensor, targets: Tensor, together: list[tuple[int, str]], n_classes: int
+) -> tuple[int, int]:
+    """How many labels are told right by a classifier that does not know them, and how many were tried.
+
+    What belongs together is held back together.
+    """
+    order = {group: i for i, group in enumerate(sorted(set(together)))}
+    fold = torch.tensor([order[group] % N_FOLDS for group in together])
+    right = n_tested = 0
+    if len(order) < N_FOLDS:
+        return 0, 0
+    for held_back in range(N_FOLDS):
+        test = fold == held_back
+        if len(targets[~test].unique()) < 2:
+            continue
+        head = train_head(features[~test], targets[~test], n_classes, quiet=True)
+        right += int((head(features[test]).argmax(1) == targets[test]).sum())
+        n_tested += int(test.sum())
+    return right, n_tested
+
+
+def _last(answers: dict[str, Answer]) -> int:
+    return max((answer.number for answer in answers.values()), default=0)
+
+
+def _is_label(answer: Answer | None) -> bool:
+    return answer is not None and answer.kind == "label"
+
+
+def png(image: Tensor) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(data, "PNG")
+    return data.getvalue()
+
+
+def pixels(picture: bytes) -> Tensor:
+    """What `png` was given, 3 x H x W."""
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(picture)).convert("RGB"))).permute(2, 0, 1).contiguous()
+
+
+def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The interval in which the true share lies, of 95 % (Wilson 1927)."""
+    share, spread = right / n, z * z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,294 @@
+"""What a person was asked and answered: labels.sqlite in a run directory. An answer is on the disk when it is given."""
+
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamclr.base.errors import UserError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS questions (
+  key TEXT PRIMARY KEY,      -- of the image's pixels
+  arrival INTEGER NOT NULL,  -- its number in the stream
+  rank INTEGER NOT NULL,     -- the order in which to ask
+  picture BLOB NOT NULL      -- PNG
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS classes (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE);
+-- A request has a name that its sender makes, so that one that is sent twice counts once.
+CREATE TABLE IF NOT EXISTS requests (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  request TEXT NOT NULL UNIQUE,
+  kind TEXT NOT NULL,
+  class INTEGER REFERENCES classes,
+  time REAL NOT NULL,
+  undone INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS answers (
+  request INTEGER NOT NULL REFERENCES requests,
+  key TEXT NOT NULL REFERENCES questions,
+  PRIMARY KEY (key, request)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+-- What holds for each image is its last answer that was not undone. (SQLite takes the other columns from max's row.)
+CREATE VIEW IF NOT EXISTS current AS
+  SELECT key, kind, class, max(number) AS number FROM answers JOIN requests ON number = answers.request
+  WHERE NOT undone GROUP BY key;
+"""
+KINDS = ("label", "skip", "unsure")
+LONGEST_NAME = 100  # characters of a class
+
+
+class Question(NamedTuple):
+    key: str
+    arrival: int
+    rank: int
+
+
+class Answer(NamedTuple):
+    kind: str  # label, skip or unsure
+    class_id: int | None
+    number: int  # the order in which they came
+
+
+class Conflict(UserError):
+    """What is asked for does not go with what is there."""
+
+
+class Missing(UserError):
+    """There is no such class or question."""
+
+
+class Labels:
+    """Questions, classes and answers; for several threads and processes at once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._connection.executescript(SCHEMA)
+            self._identity = path.stat().st_ino
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(f"{path} cannot be used ({error})") from None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """All of it or nothing, and on the disk afterwards."""
+        with self._lock:
+            if not self.path.exists() or self.path.stat().st_ino != self._identity:
+                raise sqlite3.OperationalError(f"{self.path.name} was deleted")  # an answer would go nowhere
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite may have ended it itself, on a full disk
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _read(self, query: str, *values: Any) -> list[Any]:
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def questions(self) -> list[Question]:
+        """In the order in which to ask."""
+        rows = self._read("SELECT key, arrival, rank FROM questions ORDER BY rank, key")
+        return [Question(*row) for row in rows]
+
+    def picture(self, key: str) -> bytes | None:
+        rows = self._read("SELECT picture FROM questions WHERE key = ?", key)
+        return rows[0][0] if rows else None
+
+    def lasting(self) -> dict[str, Question]:
+        """The questions that stay whatever is asked from now on: those that were answered, or given to others."""
+        answered = {key for (key,) in self._read("SELECT DISTINCT key FROM answers")}
+        given = self.fact("given") is not None
+        return {question.key: question for question in self.questions() if given or question.key in answered}
+
+    def ask(self, questions: Iterable[tuple[Question, bytes]], at_most: int | None = None) -> None:
+        """Ask these from now on, each with its picture; of the others only the lasting ones stay.
+
+        at_most: with those that stay; the last of the new ones are left out.
+        """
+        with self._change() as db:
+            if not db.execute("SELECT 1 FROM facts WHERE name = 'given'").fetchone():
+                db.execute("DELETE FROM questions WHERE key NOT IN (SELECT key FROM answers)")
+            known = {key for (key,) in db.execute("SELECT key FROM questions")}
+            for question, picture in questions:
+                if question.key in known or at_most is None or len(known) < at_most:
+                    known.add(question.key)
+                    db.execute(
+                        "INSERT INTO questions (key, arrival, rank, picture) VALUES (?, ?, ?, ?) "
+                        "ON CONFLICT (key) DO UPDATE SET rank = excluded.rank",
+                        (*question, picture),
+                    )
+
+    def note(self, name: str, value: str) -> None:
+        """Keep a fact."""
+        with self._change() as db:
+            db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", [name, value])
+
+    def fact(self, name: str) -> str | None:
+        rows = self._read("SELECT value FROM facts WHERE name = ?", name)
+        return rows[0][0] if rows else None
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def classes(self) -> dict[int, str]:
+        """Their names by number, in the order in which they came."""
+        return dict(self._read("SELECT id, name FROM classes ORDER BY id"))
+
+    def add_class(self, name: str, request: str | None = None) -> int:
+        """Returns its number."""
+        with self._change() as db:
+            if request is not None:
+                known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
+                if known:
+                    return _same(known, "class")[1]
+            number = _add_class(db, checked_name(name))
+            if request is not None:
+                _note(db, request, "class", number)
+        return number
+
+    def rename_class(self, number: int, name: str) -> None:
+        name = checked_name(name)
+        with self._change() as db:
+            if taken := db.execute("SELECT id FROM classes WHERE name = ? AND id != ?", [name, number]).fetchone():
+                raise Conflict(f"class {taken[0]} is called {name!r} already: use another name")
+            if not db.execute("UPDATE classes SET name = ? WHERE id = ?", [name, number]).rowcount:
+                raise Missing(f"no class {number}")
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def answers(self) -> dict[str, Answer]:
+        """What holds for each image that was answered, by its key."""
+        rows = self._read("SELECT key, kind, class, number FROM current ORDER BY number")
+        return {key: Answer(kind, class_id, number) for key, kind, class_id, number in rows}
+
+    def change(self) -> int:
+        """Another number whenever another connection, of any process, has changed something: cheap to ask for."""
+        return self._read("PRAGMA data_version")[0][0]
+
+    def imported(self) -> set[int]:
+        """The numbers of the answers that `bring_in` brought."""
+        return {number for (number,) in self._read("SELECT number FROM requests WHERE request LIKE 'import-%/%'")}
+
+    def n_answers(self) -> int:
+        """All that were ever given and not undone."""
+        return self._read("SELECT count(*) FROM answers JOIN requests ON number = answers.request WHERE NOT undone")[0][
+            0
+        ]
+
+    def answer(self, request: str, kind: str, keys: Sequence[str], class_id: int | None = None) -> None:
+        """One answer for one image or several. The same request again changes nothing."""
+        if kind not in KINDS:
+            raise UserError(f"no answer {kind!r}: use {', '.join(KINDS)}")
+        if (kind == "label") != (class_id is not None):
+            raise UserError(f"the answer {kind!r} has the class {class_id}: a label has one, nothing else does")
+        with self._change() as db:
+            _answer(db, request, kind, keys, class_id)
+
+    def last(self) -> dict[str, Any] | None:
+        """The answer that `undo` would take back."""
+        rows = self._read(
+            "SELECT kind, class, (SELECT count(*) FROM answers WHERE request = number) FROM requests "
+            "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone ORDER BY number DESC LIMIT 1"
+        )
+        return dict(zip(("kind", "class", "n"), rows[0], strict=True)) if rows else None
+
+    def quiet(self) -> float:
+        """Seconds since the last request."""
+        return time.time() - (self._read("SELECT max(time) FROM requests")[0][0] or 0.0)
+
+    def undo(self, request: str, of: str | None = None) -> None:
+        """Take back the answer of a request, or the last answer, that was not taken back yet."""
+        with self._change() as db:
+            known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
+            if known:
+                _same(known, "undo")
+                return
+            undone = db.execute(
+                "UPDATE requests SET undone = 1 WHERE number = (SELECT max(number) FROM requests "
+                "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone AND request = coalesce(?, request))",
+                [of],
+            )
+            if not undone.rowcount:
+                raise Conflict("there is no answer to undo")
+            _note(db, request, "undo", None)
+
+    def bring_in(self, answers: Sequence[tuple[str, str, str | None]]) -> int:
+        """Answers from elsewhere (key, kind, class name): all of them or none. Returns how many are new."""
+        now, request, n_new = self.answers(), f"import-{secrets.token_hex(16)}", 0
+        alike: dict[tuple[str, str | None], list[str]] = {}
+        for key, kind, name in answers:
+            alike.setdefault((kind, name), []).append(key)
+        with self._change() as db:
+            numbers = {name: number for number, name in db.execute("SELECT id, name FROM classes")}
+            for (kind, name), keys in alike.items():
+                if name is not None and name not in numbers:
+                    numbers[name] = _add_class(db, checked_name(name))
+                class_id = None if name is None else numbers[name]
+                keys = [key for key in keys if key not in now or now[key][:2] != (kind, class_id)]
+                if keys:
+                    _answer(db, f"{request}/{kind}/{class_id}", kind, keys, class_id)
+                n_new += len(keys)
+        return n_new
+
+
+def checked_name(name: str) -> str:
+    name = " ".join(name.split())
+    shown = name.replace("\u200c", "").replace("\u200d", "")  # joiners, which some scripts and pictures need
+    if not 0 < len(name) <= LONGEST_NAME or not shown or not shown.isprintable():
+        how = f"use 1 to {LONGEST_NAME} characters, none of which steers"
+        raise UserError(f"the class name {name[:LONGEST_NAME]!r} cannot be used: {how}")
+    return name
+
+
+def _add_class(db: sqlite3.Connection, name: str) -> int:
+    try:
+        number = db.execute("INSERT INTO classes (name) VALUES (?)", [name]).lastrowid
+    except sqlite3.IntegrityError:
+        raise Conflict(f"there is a class {name!r} already") from None
+    assert number is not None
+    return number
+
+
+def _note(db: sqlite3.Connection, request: str, kind: str, class_id: int | None) -> int:
+    row = db.execute(
+        "INSERT INTO requests (request, kind, class, time) VALUES (?, ?, ?, ?)", [request, kind, class_id, time.time()]
+    )
+    assert row.lastrowid is not None
+    return row.lastrowid
+
+
+def _answer(db: sqlite3.Connection, request: str, kind: str, keys: Sequence[str], class_id: int | None) -> None:
+    known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
+    if known:
+        _same(known, kind, class_id)
+        return
+    if class_id is not None and not db.execute("SELECT 1 FROM classes WHERE id = ?", [class_id]).fetchone():
+        raise Missing(f"no class {class_id}")
+    number = _note(db, request, kind, class_id)
+    for key in dict.fromkeys(keys):
+        if not db.execute("SELECT 1 FROM questions WHERE key = ?", [key]).fetchone():
+            raise Missing("no such question: it may have been replaced by another, load the page again")
+        db.execute("INSERT INTO answers (request, key) VALUES (?, ?)", [number, key])
+
+
+def _same(known: tuple[str, Any], kind: str, class_id: Any = ...) -> tuple[str, Any]:
+    if known[0] != kind or (class_id is not ... and known[1] != class_id):
+        raise Conflict("a request of this name was another one: give each its own")
+    return known

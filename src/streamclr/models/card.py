@@ -1,0 +1,150 @@
+"""The card of a model: what it learned from, how good it is and how that was measured, its limits, how to use it."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streamclr.encoders.resnet import STEMS
+
+if TYPE_CHECKING:
+    from streamclr.models.pretrained import Pretrained
+
+MOST_NAMED = 100  # classes on the card; config.json has them all
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known about how a model came to be; None where it is not."""
+
+    source: str | None = None  # the kind of stream, as in "a camera"
+    policy: str | None = None
+    buffer: int | None = None  # images in the buffer
+    images: int | None = None  # of the stream that it has seen
+    steps: int | None = None
+    state: str | None = None  # of the encoder, as in "the encoder of step 80"
+    accuracy: float | None = None  # 0 to 1
+    measured: str | None = None  # how the accuracy was
+
+
+def card_text(model: "Pretrained") -> str:
+    """Markdown with the front matter that the hub reads. Text is quoted as JSON, which YAML can read."""
+    parts = [_front_matter(model), _title(model), _learned(model.card), _measured(model.card), _limits(model)]
+    return "\n".join([*parts, _use(), _elsewhere(model)])
+
+
+def _front_matter(model: "Pretrained") -> str:
+    card, encoder = model.card, model.architecture.encoder
+    lines = ["library_name: streamclr", "pipeline_tag: image-classification", "tags:"]
+    lines += [f"- {tag}" for tag in ("image-classification", "self-supervised-learning", "contrastive-learning")]
+    if card.accuracy is not None:
+        where, how = card.source or "its stream", card.measured or "how is not known"
+        lines += [
+            "metrics:",
+            "- accuracy",
+            "model-index:",
+            f"- name: streamclr-{encoder}",
+            "  results:",
+            "  - task:",
+            "      type: image-classification",
+            "    dataset:",
+            "      type: custom",
+            f"      name: {json.dumps(where)}",
+            "    metrics:",
+            "    - type: accuracy",
+            f"      value: {json.dumps(round(card.accuracy, 4))}",
+            f"      name: {json.dumps(f'accuracy ({how})')}",
+        ]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _title(model: "Pretrained") -> str:
+    n = len(model.classes)
+    names = json.dumps(model.classes, ensure_ascii=False) if n <= MOST_NAMED else "in config.json, id2label"
+    return f"""# A {model.architecture.encoder} that learned from {model.card.source or "a stream"}
+
+An image classifier for {n} {"class" if n == 1 else "classes"}: {model.architecture}, for images of {model.size} px.
+The encoder learned without labels, with StreamCLR. The classifier is a linear layer on its features, trained on labels
+with the encoder frozen.
+
+```json
+{names}
+```
+"""
+
+
+def _learned(card: Card) -> str:
+    rows = {
+        "stream": card.source,
+        "images of it seen": None if card.images is None else f"{card.images:,}",
+        "steps": None if card.steps is None else f"{card.steps:,}",
+        "images in the buffer": None if card.buffer is None else f"{card.buffer:,}",
+        "policy, which chose them": None if card.policy is None else f"`{card.policy}`",
+        "state": card.state,
+    }
+    table = "\n".join(f"| {name} | {'not known' if value is None else value} |" for name, value in rows.items())
+    return f"## What it learned from\n\n| | |\n|---|---|\n{table}\n"
+
+
+def _measured(card: Card) -> str:
+    if card.accuracy is None:
+        return "## How good it is\n\nNobody has measured it.\n"
+    how = card.measured or "how it was measured is not known"
+    return f"## How good it is\n\n{100 * card.accuracy:.1f} % right: {how}.\n"
+
+
+def _limits(model: "Pretrained") -> str:
+    return f"""## Limits
+
+- It learned from one stream. How good it is on pictures from elsewhere is not known.
+- It names one of its classes whatever it is shown: there is none for "something else".
+- Its probabilities have not been calibrated: 0.9 need not be right nine times in ten.
+- It sees the middle square of a picture, scaled to {model.size} px.
+- No licence has been chosen for it: whoever publishes it adds `license:` above.
+"""
+
+
+def _use() -> str:
+    return """## Use it
+
+```python
+from streamclr import from_pretrained
+
+model = from_pretrained(".")  # this directory
+probabilities, features = model(images)  # uint8, n x 3 x H x W, of any size
+names = [model.classes[i] for i in probabilities.argmax(1)]
+```
+
+`streamclr run --init DIR` and `Learner(model.model)` go on learning with encoder and projection head.
+"""
+
+
+def _elsewhere(model: "Pretrained") -> str:
+    encoder, width, stem, norm = model.architecture
+    if width != 64:
+        return f"""## Elsewhere
+
+The tensors have torchvision's names, and `projection.` before those of the projection head. torchvision's own
+{encoder} does not take them: it has a width of 64, this one of {width}.
+"""
+    kernel, stride = STEMS[stem]
+    groups = ", norm_layer=lambda channels: torch.nn.GroupNorm(channels // 16, channels)" if norm == "group" else ""
+    change = f"""net.conv1 = torch.nn.Conv2d(3, 64, {kernel}, {stride}, {kernel // 2}, bias=False)
+net.maxpool = torch.nn.Identity()
+"""
+    return f"""## In torchvision's definition
+
+The tensors have torchvision's names, and `projection.` before those of the projection head.
+
+```python
+import torch
+import torchvision
+from safetensors.torch import load_file
+
+net = torchvision.models.{encoder}(num_classes={len(model.classes)}{groups})
+{"" if stem == "imagenet" else change}weights = load_file("model.safetensors")
+net.load_state_dict({{name: t for name, t in weights.items() if not name.startswith("projection.")}})
+net.eval()
+mean, std = torch.tensor({model.mean}).view(3, 1, 1), torch.tensor({model.std}).view(3, 1, 1)
+logits = net((images / 255 - mean) / std)  # n x 3 x {model.size} x {model.size}
+```
+"""

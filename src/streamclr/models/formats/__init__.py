@@ -1,0 +1,1 @@
+"""One exported file: written, quantised, and read back without executing anything in it."""

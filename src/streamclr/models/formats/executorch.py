@@ -1,0 +1,73 @@
+"""The classifier as a program of ExecuTorch for phones and small boards: XNNPACK computes, in float or in 8 bits."""
+
+import torch
+from torch import Tensor
+
+from streamclr.models.parity import Shipment
+from streamclr.models.shipped import Shipped
+
+LARGEST_SIDE = 1920  # of a picture; ExecuTorch sets memory aside for the largest, 56 MB for this one
+
+
+def make_program(shipped: Shipped, about: str, calibration: Tensor | None) -> bytes:
+    """A method `forward` for one picture at a time, of any size up to the largest, and a method `metadata`.
+
+    calibration: images from which int8 takes the ranges of the activations; None leaves all in float.
+    """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    plain = shipped.plain()
+    if calibration is not None:
+        _quantise(plain, calibration)
+    example = torch.zeros(1, 3, shipped.size + 1, shipped.size + 2, dtype=torch.uint8)
+    height, width = (torch.export.Dim(name, min=1, max=LARGEST_SIDE) for name in ("height", "width"))
+    lowered = to_edge_transform_and_lower(
+        torch.export.export(plain, (example,), dynamic_shapes=({2: height, 3: width},)),
+        partitioner=[XnnpackPartitioner()],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),  # the pre-processing computes in int64 and double
+        constant_methods={"metadata": torch.tensor(list(about.encode()), dtype=torch.uint8)},
+    )
+    return bytes(lowered.to_executorch().buffer)
+
+
+def _quantise(shipped: Shipped, images: Tensor) -> None:
+    """Its encoder in 8 bits, with a scale for each channel of the weights and one for each activation."""
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    pixels = [shipped.model.standardise(image / 255) for image in images.split(1)]
+    encoder = torch.export.export(shipped.model.encoder, (pixels[0],)).module()
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    prepared = prepare_pt2e(encoder, quantizer)
+    with torch.no_grad():
+        for image in pixels:
+            prepared(image)
+    shipped.model.encoder = convert_pt2e(prepared)
+
+
+def open_program(content: bytes) -> Shipment:
+    """By ExecuTorch's own runtime, the pictures one after the other."""
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(content)
+    forward = program.load_method("forward")
+
+    def run(
+        images: Tensor, _held: object = (content, program)
+    ) -> tuple[Tensor, ...]:  # neither is copied or held there
+        found = [[part.clone() for part in forward.execute([image])] for image in images.split(1)]
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+    return run
+
+
+def metadata(content: bytes) -> str:
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(content)
+    (found,) = program.load_method("metadata").execute([])
+    return bytes(found.tolist()).decode()

@@ -1,0 +1,263 @@
+"""Classify the images of any source, with a run or with an exported file, for which an ONNX file needs no torch."""
+
+import csv
+import json
+import sys
+import unicodedata
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamclr.base import cells as cell
+from streamclr.base.errors import UserError
+from streamclr.base.options import option
+from streamclr.base.progress import Progress, say
+from streamclr.models.formats.reader import Model, open_exported
+from streamclr.streams.cameras.feed import Feed
+from streamclr.streams.cameras.live import Live
+from streamclr.streams.datasets.images import DatasetSource, readable
+from streamclr.streams.datasets.registry import DATASETS
+from streamclr.streams.spec import Source, open_source, split_source
+
+PIXELS_AT_ONCE = 2**16  # 64 images of 32 px; more is no faster
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Classify the images of a source with a run or an exported file: JSON lines, a table, a CSV file."""
+
+    model: str = option("", "a run directory, or what `export` wrote; an .onnx needs no torch")
+    source: str = option("", "where the images come from, as in folder:DIR")
+    images: int | None = option(
+        None, "how many [all of a source that ends, one pass of a dataset, all that a camera has, else 100]"
+    )
+    fraction: float | None = option(None, "of a run, the classifier of this label fraction [the largest]")
+    served: bool = option(False, "of a run, the version that `run --predict` serves, with its own encoder")
+    top: int = option(1, "how many classes to name, the most probable first")
+    table: bool = option(False, "print a table instead of JSON lines")
+    csv: str | None = option(None, "write this file too, which must be new: a row per image, a column per class")
+
+
+class Prediction(NamedTuple):
+    """What is said of one image: how probable each class is, or why it could not be read."""
+
+    image: int  # its number in the source
+    probabilities: np.ndarray | None
+    rejected: str = ""
+    file: str | None = None  # where it lies, if it has a file of its own
+
+    def top(self, n: int, classes: list[str]) -> list[tuple[str, float]]:
+        """The n most probable classes, with their probabilities."""
+        if self.probabilities is None:
+            return []
+        first = np.argsort(-self.probabilities, kind="stable")[:n]
+        return [(classes[label], round(float(self.probabilities[label]), 4)) for label in first]
+
+
+def predict(config: PredictOptions) -> None:
+    for name, value in (("images", config.images), ("top", config.top)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}: use at least 1")
+    model = open_model(Path(config.model), config.fraction, config.served)
+    kind, _, written = split_source(config.source)
+    # A dataset keeps its size, which the model takes like any: to scale all of it would take torch, and a while.
+    takes_size = {} if kind in DATASETS or "size" in written else {"size": model.size}
+    opened = open_source(config.source, **takes_size)
+    if isinstance(opened, list):
+        total, answers = config.images, of_feeds(model, opened, config.images)
+    else:
+        total = config.images or opened.n_images or opened.epoch or 100
+        total = min(total, opened.n_images or total)
+        answers = of_source(model, opened, total)
+    print_line = table_printer(model.classes, config.top) if config.table else json_printer(model.classes, config.top)
+    with ExitStack() as stack:
+        write = None if config.csv is None else stack.enter_context(csv_writer(Path(config.csv), model.classes))
+        stack.enter_context(closing(answers))
+        bar = stack.enter_context(Progress("classified", total, quiet=sys.stdout.isatty()))
+        for batch in answers:
+            for answer in batch:
+                print_line(answer)
+            sys.stdout.flush()
+            if write is not None:
+                write(batch)
+            bar.advance(len(batch))
+
+
+def open_model(path: Path, fraction: float | None = None, served: bool = False) -> Model:
+    """The classifier of a run, or of an exported file."""
+    if served and fraction is not None:
+        raise UserError("both --served and --fraction are given: use one of them")
+
+    if path.is_file():
+        _refuse(path, fraction, served)
+        return open_exported(path)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} is no run directory, and nothing that 'streamclr export' wrote")
+    import torch
+
+    from streamclr.models.pretrained import from_pretrained, is_pretrained
+
+    if is_pretrained(path):
+        _refuse(path, fraction, served)
+        pretrained = from_pretrained(path)
+        return Model(pretrained.classes, pretrained.size, lambda images: pretrained(images)[0].numpy())
+    from streamclr.encoders.inference import infer
+    from streamclr.models.shipped import scaled
+    from streamclr.models.versions import Versions
+    from streamclr.records.directory import RunDirectory
+
+    directory = RunDirectory.existing(path)
+    if served:
+        version = Versions(directory).look()
+        if version is None:
+            raise UserError(f"{path} serves no version: run with --predict, and give it labels")
+        model, head, classes = version.model, version.head, list(version.classes)
+    else:
+        model, encoder = directory.newest_model()
+        head, classes = directory.load_classifier(fraction, encoder)
+    size = directory.config.size
+    assert size is not None
+
+    def classify(images: np.ndarray) -> np.ndarray:
+        square = scaled(torch.from_numpy(images), size).byte()  # as an exported file does
+        return head(infer(model, square, model.features).cpu()).softmax(1).numpy()
+
+    return Model(classes, size, classify)
+
+
+def classified(model: Model, images: np.ndarray) -> np.ndarray:
+    probabilities = model.classify(images)
+    if not np.isfinite(probabilities).all():
+        raise UserError("the model gives probabilities that are no numbers: train and export it again")
+    return probabilities
+
+
+def _refuse(path: Path, fraction: float | None, served: bool) -> None:
+    """What chooses among the classifiers of a run."""
+    if served or fraction is not None:
+        raise UserError(f"--{'served' if served else 'fraction'} is for a run: {path} has one classifier")
+
+
+def of_source(model: Model, source: Source, n_images: int) -> Generator[list[Prediction]]:
+    """The answers to the first images of a source, as many at a time as are computed at once."""
+    place, at_once = 0, 1
+    file = source.file if isinstance(source, DatasetSource) else lambda number: None
+    while place < n_images:
+        numbers = np.arange(place, min(place + at_once, n_images))
+        images, good, bad = readable(source, numbers)
+        found = {number: Prediction(number, None, error.reason, file(number)) for number, error in bad.items()}
+        if len(good):
+            for number, probabilities in zip(good.tolist(), classified(model, images), strict=True):
+                found[number] = Prediction(number, probabilities, file=file(number))
+            at_once = max(1, PIXELS_AT_ONCE // images[0, 0].size)
+        yield [found[number] for number in numbers.tolist()]
+        place += len(numbers)
+
+
+def of_feeds(model: Model, feeds: list[Feed], n_images: int | None) -> Generator[list[Prediction]]:
+    """The answers to the frames of cameras and recordings, one by one: somebody waits for each."""
+    live, last = Live(feeds), "none came"
+
+    def tell() -> bool:
+        nonlocal last
+        for source, event in live.take_events():
+            last = f"{source}: {event}"
+            say(f"streamclr: {last}")
+        return False
+
+    live.idle = tell
+    try:
+        with closing(live.frames(1, until=n_images)) as frames:
+            for images in frames:
+                tell()
+                yield [Prediction(live.position - 1, classified(model, images)[0])]
+    finally:  # also of a camera that somebody stops
+        tell()
+        if rejected := live.account.rejected:
+            say(f"streamclr: rejected: {', '.join(f'{n:,} {reason}' for reason, n in rejected.most_common())}")
+    if not live.position:
+        raise UserError(f"not one frame could be classified ({'all were rejected' if rejected else last})")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ways to tell an answer
+
+
+def json_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]:
+    def print_line(answer: Prediction) -> None:
+        line: dict[str, Any] = {"image": answer.image} | ({"file": answer.file} if answer.file else {})
+        if answer.rejected:
+            line["rejected"] = answer.rejected
+        else:
+            top = [{"class": name, "probability": value} for name, value in answer.top(n_top, classes)]
+            line |= top[0] | ({"top": top} if n_top > 1 else {})
+        print(json.dumps(line))
+
+    return print_line
+
+
+def table_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]:
+    """A table that never waits for its last row; the head stands above the first."""
+    width = min(40, max(5, *map(_width, map(_printable, classes))))
+    head: list[str] | None = [f"{'class':<{width}}  {'probability':<11}"] * min(n_top, len(classes))
+
+    def print_line(answer: Prediction) -> None:
+        nonlocal head
+        if head is not None:
+            print("   image  " + "  ".join(head).rstrip())
+            head = None
+        cells = [f"{_padded(name, width)}  {value:<11.4f}" for name, value in answer.top(n_top, classes)]
+        said = "  ".join(cells) or f"rejected: {answer.rejected}"
+        print(f"{answer.image:>8}  {said}".rstrip() + (f"  {_printable(answer.file)}" if answer.file else ""))
+
+    return print_line
+
+
+def _printable(text: str) -> str:
+    """Without what would steer a terminal: class names are whatever somebody called a folder."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
+def _width(text: str) -> int:
+    """In columns of a terminal, of which some scripts take two for a character, and accents none."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
+
+
+def _padded(text: str, width: int) -> str:
+    text = _printable(text)
+    while _width(text) > width:
+        text = text[:-2] + "…"
+    return text + " " * (width - _width(text))
+
+
+@contextmanager
+def csv_writer(path: Path, classes: list[str]) -> Iterator[Callable[[list[Prediction]], None]]:
+    """Into a new file, row by row as they come."""
+    try:
+        with path.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            sheet = csv.writer(file)
+            sheet.writerow(["image", "file", "class", "probability", "rejected", *(f"P({name})" for name in classes)])
+
+            def write(answers: list[Prediction]) -> None:
+                for answer in answers:
+                    which = [answer.image, cell.written(answer.file or "")]
+                    if answer.probabilities is None:
+                        sheet.writerow([*which, "", "", answer.rejected, *[""] * len(classes)])
+                    else:
+                        ((name, value),) = answer.top(1, classes)
+                        each = [round(float(p), 6) for p in answer.probabilities]
+                        sheet.writerow([*which, cell.written(name), value, "", *each])
+                file.flush()
+
+            yield write
+    except FileExistsError:
+        raise UserError(f"{path} exists already: give another --csv, nothing is overwritten") from None
+    except OSError as error:
+        if error.filename is not None or isinstance(error, BrokenPipeError):  # of somebody else's
+            raise
+        raise UserError(f"cannot write {path} ({error.strerror}): make room, or give another --csv") from None

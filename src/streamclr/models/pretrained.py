@@ -1,0 +1,293 @@
+"""A model in the layout of Hugging Face's hub: config.json, model.safetensors and a card. Nothing in it is executed."""
+
+import copy
+import hashlib
+import json
+import reprlib
+import shutil
+import tempfile
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+from streamclr.base.files import sha256_of, sync, write_new
+from streamclr.base.tensors import load_checked
+from streamclr.classifier import Head
+from streamclr.encoders.inference import inference_mode
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture
+from streamclr.learner import checked_images
+from streamclr.models.card import Card, card_text
+from streamclr.models.shipped import Shipped
+
+VERSION = 1  # of the layout
+LARGEST_CONFIG = 2**24  # bytes: some two hundred thousand class names
+AT_ONCE = 64  # images
+
+
+class Pretrained:
+    """A model with its classifier, copied to the CPU: whoever gave them may go on with theirs.
+
+    model: encoder and projection head; a Learner goes on with it, and then the classifier is to be trained anew.
+    size: side of the images that the encoder learned from.
+    card: what is known about how it came to be.
+    """
+
+    def __init__(
+        self, model: ContrastiveModel, head: Head, classes: Sequence[str], size: int, card: Card | None = None
+    ):
+        self.architecture = Architecture.of(model.encoder)
+        n_classes = head.linear.out_features
+        if len(classes) != n_classes or len(set(classes)) != n_classes:
+            raise UserError(f"{len(set(classes))} different class names for {n_classes} classes: give one for each")
+        self.shipped = Shipped(copy.deepcopy(model).cpu(), copy.deepcopy(head).cpu(), size)
+        self.model.requires_grad_()  # Shipped has frozen it
+        self.classes, self.card = list(classes), Card() if card is None else card
+
+    @property
+    def model(self) -> ContrastiveModel:
+        return self.shipped.model
+
+    @property
+    def encoder(self) -> nn.Module:
+        return self.model.encoder
+
+    @property
+    def size(self) -> int:
+        return self.shipped.size
+
+    @property
+    def mean(self) -> list[float]:
+        return _short(self.model.mean)
+
+    @property
+    def std(self) -> list[float]:
+        return _short(self.model.std)
+
+    def __call__(self, images: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
+        """uint8, n x 3 x H x W, of any height and width. Returns probabilities, n x classes, and features, n x d."""
+        with inference_mode(self.shipped):
+            parts = [self.shipped(part) for part in checked_images(images, "the batch").split(AT_ONCE)]
+        probabilities, features = zip(*parts, strict=True)
+        return torch.cat(probabilities), torch.cat(features)
+
+
+def save_pretrained(pretrained: Pretrained, path: str | Path) -> None:
+    """Write the directory, which must be new or empty: whole or not at all, and only what can be loaded again."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already: give another directory, nothing is overwritten")
+    if not path.parent.is_dir():
+        raise UserError(f"no directory {path.parent} for {path.name}: make it, or give another")
+    part = Path(tempfile.mkdtemp(prefix=".pretrained-", dir=path.parent))
+    try:
+        for name, content in files_of(pretrained).items():
+            write_new(part / name, [content])
+        from_pretrained(part)
+        part.chmod(0o755)
+        sync(part)
+        part.rename(path)
+        sync(path.parent)
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, ValueError):  # a UserError, or a number that JSON does not have
+            raise UserError(f"cannot save {path}: {str(error).replace(f'{part}/', '')}") from None
+        raise
+
+
+def files_of(pretrained: Pretrained) -> dict[str, bytes]:
+    """The content of the directory's files."""
+    weights = save(_tensors(pretrained), {"format": "pt"})
+    config = json.dumps(_config(pretrained, hashlib.sha256(weights).hexdigest()), indent=2, allow_nan=False)
+    return {
+        "model.safetensors": weights,
+        "config.json": config.encode() + b"\n",
+        "README.md": card_text(pretrained).encode("utf-8", errors="replace"),
+    }
+
+
+def from_pretrained(path: str | Path) -> Pretrained:
+    """The model in a directory that `save_pretrained` or `streamclr export --format pretrained` has written.
+
+    What is damaged, foreign or of a later version is an error, before memory is taken for it.
+    """
+    config = _read_config(Path(path) / "config.json")
+    file = Path(path) / "model.safetensors"
+    architecture = Architecture(*(config[name] for name in Architecture._fields))
+    with torch.device("meta"):  # shapes, and nothing in memory
+        model = ContrastiveModel(architecture.make(), config["projection_size"])
+        fc = nn.Linear(model.n_features, len(config["id2label"]))
+    tensors = load_checked(file, _named(model, fc))
+    if sha256_of(file) != config["sha256"]:
+        raise UserError(f"{file} is damaged, or not the one that {file.parent}/config.json is for: its SHA-256 differs")
+    model.to_empty(device="cpu")
+    head = Head(model.n_features, fc.out_features)
+    with torch.no_grad():
+        for name, tensor in _named(model, head.linear).items():
+            tensor.copy_(tensors[name])
+        model.mean.copy_(torch.tensor(config["image_mean"]).view(3, 1, 1))
+        model.std.copy_(torch.tensor(config["image_std"]).view(3, 1, 1))
+    return Pretrained(model, head, list(config["id2label"].values()), config["image_size"], Card(**config["card"]))
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether a directory is for this, damaged or not, and no run, which has a config.json as well."""
+    try:
+        return "library_name" in json.loads((path / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model.safetensors: the encoder under torchvision's names, the classifier as its `fc`, the projection head beside them.
+
+
+def _named(model: ContrastiveModel, fc: nn.Module) -> dict[str, Tensor]:
+    named = dict(model.encoder.state_dict())
+    named |= {f"fc.{name}": tensor for name, tensor in fc.state_dict().items()}
+    return named | {f"projection.{name}": tensor for name, tensor in model.head.state_dict().items()}
+
+
+def _tensors(pretrained: Pretrained) -> dict[str, Tensor]:
+    named = _named(pretrained.model, folded(pretrained.shipped.head))
+    return {name: tensor.contiguous() for name, tensor in named.items()}
+
+
+def folded(head: Head) -> nn.Linear:
+    """The classifier as one linear layer: weight / std, and bias - weight / std · mean, rounded once, at the end."""
+    linear = nn.utils.skip_init(nn.Linear, head.linear.in_features, head.linear.out_features)
+    with torch.no_grad():
+        weight = head.linear.weight.double() / head.std.double()
+        linear.weight.copy_(weight)
+        linear.bias.copy_(head.linear.bias.double() - weight @ head.mean.double())
+    return linear
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# config.json.
+
+
+def _config(pretrained: Pretrained, sha256: str) -> dict[str, Any]:
+    return {
+        "library_name": "streamclr",
+        "format_version": VERSION,
+        **pretrained.architecture._asdict(),
+        "projection_size": pretrained.model.head[-1].out_features,
+        "image_size": pretrained.size,
+        "image_mean": pretrained.mean,
+        "image_std": pretrained.std,
+        "id2label": {str(i): name for i, name in enumerate(pretrained.classes)},
+        "label2id": {name: i for i, name in enumerate(pretrained.classes)},
+        "card": asdict(pretrained.card),
+        "sha256": sha256,
+        "streamclr": version("streamclr"),
+        "torch": torch.__version__.partition("+")[0],
+    }
+
+
+def _short(tensor: Tensor) -> list[float]:
+    """The shortest numbers that are these in float32: 0.485, not 0.48500001430511475."""
+    return [float(str(value)) for value in tensor.flatten().numpy()]
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Checked field by field."""
+    if not file.is_file():
+        raise UserError(f"{file.parent} holds no model: it has no config.json")
+    try:
+        if (size := file.stat().st_size) > LARGEST_CONFIG:
+            raise ValueError(f"it has {size} bytes, and may have {LARGEST_CONFIG}")
+        content = json.loads(file.read_text("utf-8"), parse_constant=_refuse)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read ({error})") from None
+    library = content.get("library_name") if isinstance(content, dict) else None
+    if library != "streamclr":
+        hint = ": of a run make one with streamclr export RUN --format pretrained" if library is None else ""
+        raise UserError(f"{file} is no model of streamclr, library_name is {reprlib.repr(library)}{hint}")
+    found = content.get("format_version")
+    if type(found) is int and found > VERSION:
+        raise UserError(f"{file} has format_version {found}, and this streamclr reads {VERSION}: install a newer one")
+    if missing := sorted(CHECKS.keys() - content.keys()):
+        raise UserError(f"{file} lacks {', '.join(missing)}")
+    if unknown := sorted(content.keys() - CHECKS.keys()):
+        raise UserError(f"{file} has keys that are not known: {reprlib.repr(unknown)}")
+    for name, check in CHECKS.items():
+        if not check.fits(content[name]):
+            raise UserError(f"{file} has {reprlib.repr(content[name])} for {name}: it must be {check.allowed}")
+    if content["label2id"] != {name: i for i, name in enumerate(content["id2label"].values())}:
+        raise UserError(f"{file}: label2id is not id2label the other way round")
+    return content
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
+class Check(NamedTuple):
+    fits: Callable[[Any], bool]
+    allowed: str
+
+
+def _one_of(names: Sequence[str]) -> Check:
+    return Check(lambda value: isinstance(value, str) and value in names, " or ".join(names))
+
+
+def _whole(least: int, most: int) -> Check:
+    # True is an int, too.
+    return Check(lambda value: type(value) is int and least <= value <= most, f"a whole number, {least} to {most}")
+
+
+def _three(least: float, most: float = 1e6) -> Check:
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 3 and all(map(is_number, value))
+
+    def is_number(value: Any) -> bool:
+        return type(value) in (int, float) and least <= value <= most
+
+    return Check(fits, f"three numbers, {least:g} to {most:g}")
+
+
+def _are_names(value: Any) -> bool:
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(key == str(i) and isinstance(name, str) for i, (key, name) in enumerate(value.items()))
+
+
+def _is_card(value: Any) -> bool:
+    hints = typing.get_type_hints(Card)
+    if not isinstance(value, dict) or value.keys() != hints.keys():
+        return False
+    if any(not isinstance(value[name], hint) or isinstance(value[name], bool) for name, hint in hints.items()):
+        return False
+    return 0 <= (value["accuracy"] or 0) <= 1 and all(
+        0 <= (value[n] or 0) < 2**63 for n in ("buffer", "images", "steps")
+    )
+
+
+CHECKS = {
+    "library_name": _one_of(["streamclr"]),
+    "format_version": _whole(1, VERSION),
+    "encoder": _one_of(list(ENCODERS)),
+    "width": _whole(1, 2**14),
+    "stem": _one_of(list(STEMS)),
+    "norm": _one_of(["batch", "group"]),
+    "projection_size": _whole(1, 2**14),
+    "image_size": _whole(8, 4096),
+    "image_mean": _three(-1e6),
+    "image_std": _three(1e-6),
+    "id2label": Check(_are_names, 'class names by number from "0"'),
+    "label2id": Check(lambda value: isinstance(value, dict), "numbers by class name"),
+    "card": Check(_is_card, f"an object of {', '.join(Card.__dataclass_fields__)}"),
+    "sha256": Check(lambda value: isinstance(value, str), "text"),
+    "streamclr": Check(lambda value: isinstance(value, str), "text"),
+    "torch": Check(lambda value: isinstance(value, str), "text"),
+}

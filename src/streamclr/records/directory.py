@@ -1,0 +1,370 @@
+"""A run directory: configuration, journal, events, checkpoints, weights, labels and results."""
+
+import dataclasses
+import fcntl
+import itertools
+import json
+import math
+import os
+import shutil
+import typing
+from contextlib import suppress
+from dataclasses import MISSING, asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamclr.base import options as opts
+from streamclr.base.errors import UserError
+from streamclr.base.files import held, json_line, read_json, write_json
+from streamclr.base.progress import say
+from streamclr.base.tensors import load_metadata, load_tensors, load_weights, save_tensors
+from streamclr.classifier import Head
+from streamclr.compute.ranks import Alone
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.guards import Guarded
+from streamclr.learner import Learner, Step, find_device
+from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder
+from streamclr.streams.spec import split_source
+from streamclr.streams.stream import AnyStream
+
+FINISHED = "the finished encoder"
+
+
+class RunDirectory:
+    """All files of a run: README.md lists them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def of(cls, config: RunOptions) -> "RunDirectory":
+        """The directory in which the same run was left unfinished, or a new one; for this process alone."""
+        default = Path("runs") / f"{split_source(config.source)[0]}-{opts.split(config.policy)[0]}"
+        places = [Path(config.out)] if config.out else _newest_first(default) if config.resume else []
+        for directory in (cls(place) for place in places if (place / "config.json").is_file()):
+            different = directory.differences(config)
+            if config.out and different:
+                raise UserError(f"{directory.path} has a run with other options ({different[0]}): give another --out")
+            if config.out and directory.results is not None:
+                raise UserError(f"{directory.path} exists already, and its run is finished: give another --out")
+            if not different and directory.results is None:
+                directory.lock()
+                return directory
+        if config.resume and not config.out:
+            raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
+        directory = cls(new_directory(config.out, default))
+        content = asdict(config) | {"out": None, "resume": False, "source": opts.redacted(config.source)}
+        write_json(directory.path / "config.json", content)
+        directory.lock()
+        return directory
+
+    def differences(self, config: RunOptions) -> list[str]:
+        """The options that another run has otherwise than this one."""
+        ours, theirs = asdict(self.config), asdict(config) | {"source": opts.redacted(config.source)}
+        names = [name for name in ours if name not in NOT_THE_RUNS and ours[name] != theirs[name]]
+        return [f"{name} is {ours[name]} there, {theirs[name]} here" for name in names]
+
+    def lock(self) -> None:
+        """For this process, until it closes the directory or ends."""
+        told = f"another process is learning in {self.path}: wait for it, or give another --out"
+        self._lock = held(self.path / "config.json", told, seconds=1.0)  # `is_learning` takes it for a moment
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a process is at work in it."""
+        with (self.path / "config.json").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints")
+
+    def latest(self, ranks: Alone) -> tuple[int, dict[str, Any]] | None:
+        """The newest checkpoint of which every rank has its own, whole."""
+        most = math.inf
+        while True:
+            with ranks.together():
+                found = self.checkpoints.latest(most)
+                n_ranks = found[1].get("ranks", 1) if found else ranks.n
+                if n_ranks != ranks.n:
+                    how = "without torchrun" if n_ranks == 1 else f"with torchrun and {n_ranks} ranks in all"
+                    raise UserError(f"the run in {self.path} has {n_ranks} ranks, this job {ranks.n}: start it {how}")
+            number = found[0] if found else 0
+            newest, oldest, n_saved = ranks.largest(number, -number, len(self.checkpoints.numbers()))
+            if newest == -oldest:
+                break
+            most = -oldest
+        with ranks.together():
+            if found is None and ranks.n > 1 and n_saved > 1:  # after the first save all have one, or it is lost
+                raise UserError(f"a rank has no checkpoint below {self.path}: bring it back, or give another --out")
+        return found
+
+    def restore(self, learner: Learner, stream: AnyStream) -> float:
+        """Bring learner, stream and journal to the last checkpoint that is whole. Returns the seconds of learning."""
+        found, journal = self.latest(learner.ranks), self.path / "journal.jsonl"
+        if found is None:
+            self.checkpoints.drop_after(0)
+            (self.path / "candidates.bin").unlink(missing_ok=True)
+            if journal.exists() and journal.stat().st_size:
+                self.say(f"no whole checkpoint in {self.path}: the run begins anew")
+                os.truncate(journal, 0)
+            return 0.0
+        number, state = found
+        self.checkpoints.drop_after(number)
+        if journal.exists() and journal.stat().st_size >= state["journal_bytes"]:
+            os.truncate(journal, state["journal_bytes"])
+        else:  # somebody cut or removed it: what was learned does not depend on it
+            self.say(
+                f"streamclr: {journal} is shorter than when step {number} was saved: it goes on with what is there"
+            )
+        learner.load_state_dict(state["learner"])
+        stream.load_state_dict(state["stream"])
+        self.say(f"going on after step {number}, image {stream.position:,}")
+        return state["seconds"]
+
+    def remove_if_empty(self) -> None:
+        """Take back a run that failed before its first step; what tells or holds something stays."""
+        if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
+            for name in ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl"):
+                (self.path / name).unlink(missing_ok=True)
+            for name in ("looked-at", "status.json", "buffer.safetensors"):  # for whoever looked at it
+                (self.path / name).unlink(missing_ok=True)
+            for name in ("checkpoints", "ranks"):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            with suppress(OSError):  # somebody has put something there, or looks at it this moment
+                self.path.rmdir()
+
+    @classmethod
+    def existing(cls, path: str | Path) -> "RunDirectory":
+        if not (Path(path) / "config.json").is_file():
+            raise UserError(f"{path} is no run directory: it has no config.json")
+        return cls(Path(path))
+
+    @property
+    def config(self) -> RunOptions:
+        file, hints = self.path / "config.json", typing.get_type_hints(RunOptions)
+        content = read_json(file)
+        if not isinstance(content, dict):
+            raise UserError(f"{file} holds no configuration")
+        if unknown := sorted(content.keys() - hints.keys()):
+            raise UserError(f"{file} has keys that are not known: {', '.join(unknown)}")
+        for name, value in content.items():
+            if not isinstance(value, hints[name]) and not (isinstance(value, int) and hints[name] is float):
+                raise UserError(f"{file} has {value!r} for {name}")
+        return RunOptions(**content)
+
+    @property
+    def results(self) -> dict[str, Any] | None:
+        return read_json(self.path / "results.json") if (self.path / "results.json").exists() else None
+
+    def say(self, text: str) -> None:
+        """A line on stderr."""
+        say(text)
+
+    def tell(self, event: str, step: int) -> None:
+        """A line in events.jsonl and on stderr: what somebody who looks after the run should know."""
+        self.say(f"streamclr: {event}")
+        with (
+            suppress(OSError),
+            (self.path / "events.jsonl").open("a", encoding="utf-8") as file,
+        ):  # the disk may be full
+            file.write(json_line({"time": datetime.now().astimezone().isoformat(), "step": step, "event": event}))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The journal so far; a last line that is still being written is left out."""
+        journal, steps = self.path / "journal.jsonl", []
+        lines = journal.read_text("utf-8", errors="replace").splitlines(keepends=True) if journal.exists() else []
+        for number, line in enumerate(lines, 1):
+            if line.endswith("\n"):
+                try:
+                    steps.append(json.loads(line))
+                    _ = [steps[-1][field.name] for field in dataclasses.fields(Step) if field.default is MISSING]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UserError(f"{journal}, line {number} is damaged ({error!r})") from None
+        return steps
+
+    def save_model(self, model: ContrastiveModel) -> None:
+        save_tensors(self.path / "model.safetensors", model.state_dict())
+
+    def load_model(self) -> ContrastiveModel:
+        file = self.path / "model.safetensors"
+        return self.model_with(load_tensors(file), str(file))
+
+    def newest_model(self) -> tuple[ContrastiveModel, str]:
+        """The model of a finished run, or of the last checkpoint, and the name of its encoder's state."""
+        learner, name = self.newest_learner()
+        return self.load_model() if learner is None else self.model_with(learner["model"], name), name
+
+    def newest_encoder(self) -> str | None:
+        """The name of the state that `newest_learner` would give; None if there is none yet."""
+        numbers = self.checkpoints.numbers()
+        return FINISHED if self.results is not None else f"the encoder of step {numbers[-1]}" if numbers else None
+
+    def newest_learner(self) -> tuple[dict[str, Any] | None, str]:
+        """That of the last checkpoint, none of a finished run, and the name of its encoder's state."""
+        if self.results is not None:
+            return None, FINISHED
+        found = self.checkpoints.latest()
+        if found is None:
+            raise UserError(f"no encoder yet: the first checkpoint of {self.path.name} is to come")
+        return found[1]["learner"], f"the encoder of step {found[0]}"
+
+    def model_with(self, weights: dict[str, torch.Tensor], where: str) -> ContrastiveModel:
+        """The run's model with these weights, which came from there."""
+        config = self.config
+        model = ContrastiveModel(make_encoder(config))
+        load_weights(model, weights, where)
+        return model.to(find_device(config.device))
+
+    def save_classifiers(self, heads: dict[float, Head], classes: tuple[str, ...]) -> None:
+        tensors = {f"{fraction}/{k}": t for fraction, head in heads.items() for k, t in head.state_dict().items()}
+        save_tensors(self.path / "classifier.safetensors", tensors)
+        write_json(self.path / "classes.json", classes)
+
+    def class_names(self) -> list[str]:
+        """Those of the source, once its labels were used; none for a camera."""
+        file = self.path / "classes.json"
+        return read_json(file) if file.exists() else []
+
+    def save_labelled(
+        self, head: Head, classes: list[str], encoder: str, n_labels: int, accuracy: float | None
+    ) -> None:
+        """The classifier from a person's answers. encoder: the state of it whose features it was trained on."""
+        about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy}
+        save_tensors(self.path / "labelled.safetensors", head.state_dict(), about=json.dumps(about))
+
+    def about_labelled(self) -> dict[str, Any] | None:
+        """Its classes, encoder, number of labels and accuracy; None if there is no such classifier."""
+        file = self.path / "labelled.safetensors"
+        return json.loads(load_metadata(file)["about"]) if file.exists() else None
+
+    def forget_labelled(self) -> None:
+        """Its answers were taken back."""
+        (self.path / "labelled.safetensors").unlink(missing_ok=True)
+
+    def load_classifier(self, fraction: float | None = None, encoder: str = FINISHED) -> tuple[Head, list[str]]:
+        """The classifier of one label fraction and its class names; unless told, from a person's answers if there are
+        any, else of the largest fraction. encoder: the state of it that the classifier is to be used with."""
+        labelled, file = self.path / "labelled.safetensors", self.path / "classifier.safetensors"
+        if fraction is None and (about := self.about_labelled()) is not None:
+            if about["encoder"] != encoder:
+                raise UserError(
+                    f"{labelled} is for {about['encoder']}, not for {encoder}: streamclr label train {self.path}"
+                )
+            return _classifier(load_tensors(labelled), str(labelled)), about["classes"]
+        if not file.exists():
+            raise UserError(f"{self.path} has no classifier: its run is not finished, or its stream has no labels")
+        tensors = load_tensors(file)
+        fractions = sorted({float(key.split("/")[0]) for key in tensors})
+        fraction = fractions[-1] if fraction is None else fraction
+        if fraction not in fractions:
+            raise UserError(
+                f"{file} has no classifier for the fraction {fraction}: use {', '.join(map(str, fractions))}"
+            )
+        own = {key.split("/")[1]: t for key, t in tensors.items() if float(key.split("/")[0]) == fraction}
+        head, classes = _classifier(own, str(file)), self.class_names()
+        if not isinstance(classes, list) or len(classes) != head.linear.out_features:
+            n_classes = head.linear.out_features
+            raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {file}")
+        return head, classes
+
+    def save_buffer(self, learner: Learner, stream: AnyStream) -> None:
+        """The buffer with its features, and what the last step did not keep, with the guards that hid it."""
+        tensors = {k: v for k, v in learner.buffer.state_dict(copy=False).items() if isinstance(v, torch.Tensor)}
+        left = learner.buffer.left()
+        tensors |= {f"left_{name}": column for name, column in left.items()}
+        if len(tensors["images"]):
+            tensors["features"] = infer(learner.model, tensors["images"], learner.model.features)
+        if stream.source.classes:
+            tensors["labels"] = stream.labels(learner.buffer.arrivals.cpu())
+        hidden = learner.policy.hidden if isinstance(learner.policy, Guarded) else {}
+        guards = {str(n): hidden[n] for n in left["arrivals"].tolist() if n in hidden}
+        about = {"step": learner.n_steps, "guards": guards}
+        save_tensors(self.path / "buffer.safetensors", tensors, about=json.dumps(about))
+
+    def load_buffer(self) -> dict[str, torch.Tensor]:
+        return load_tensors(self.path / "buffer.safetensors")
+
+    def save_results(self, results: dict[str, Any]) -> None:
+        write_json(self.path / "results.json", results)
+
+
+class RankDirectory(RunDirectory):
+    """What a rank but the first keeps of the run, below the directory of the first or, on another machine, in one of
+    the same name: journal, events, and checkpoints of the same steps. The first rank's lock is for all of them."""
+
+    def __init__(self, run: Path, index: int):
+        super().__init__(run / "ranks" / str(index))
+        self.index = index
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def say(self, text: str) -> None:
+        super().say(f"rank {self.index}: {text}")
+
+    def remove_if_empty(self) -> None:
+        """Of a rank that the run does not have; the first removes the others with its own."""
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def close(self) -> None:
+        pass
+
+
+def open_directory(config: RunOptions, ranks: Alone) -> RunDirectory:
+    """The run directory, or what this rank has below it."""
+    with ranks.together():
+        first = RunDirectory.of(config) if ranks.index == 0 else None
+    path = ranks.collect(first and os.path.abspath(first.path))[0]
+    return RankDirectory(Path(path), ranks.index) if first is None else first
+
+
+def _classifier(tensors: dict[str, torch.Tensor], where: str) -> Head:
+    n_classes, n_features = tensors["linear.weight"].shape
+    head = Head(n_features, n_classes)
+    load_weights(head, tensors, where)
+    return head.eval().requires_grad_(False)
+
+
+# Options that change where and how a run is kept, not what it learns.
+NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "metrics", "duty", "serve", "predict")
+
+
+def _newest_first(default: Path) -> list[Path]:
+    """runs/NAME and runs/NAME-2, … as `new_directory` makes them."""
+    found = [path for path in default.parent.glob(f"{default.name}*") if path.is_dir()]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def new_directory(asked: str | Path | None, default: Path) -> Path:
+    """The directory asked for, which must be new or empty, or the default with the first free number."""
+    path = default if asked is None else Path(asked)
+    try:
+        if asked is not None:
+            # What a process leaves that was killed as it wrote its first file does not count.
+            others = (p for p in path.iterdir() if not p.name.startswith(".config.json.")) if path.is_dir() else ()
+            if path.exists() and (not path.is_dir() or any(others)):
+                raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        default.parent.mkdir(parents=True, exist_ok=True)
+        for n in itertools.count(2):
+            with suppress(FileExistsError):  # taken, perhaps by a run that starts at this moment
+                path.mkdir()
+                break
+            path = default.with_name(f"{default.name}-{n}")
+        return path
+    except OSError as error:
+        raise UserError(f"cannot make the directory {path} ({error.strerror}): give another --out") from None

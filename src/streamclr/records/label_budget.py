@@ -1,0 +1,43 @@
+"""How many images a person is asked about, and how many candidates for them fit on the disk."""
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from streamclr.base.errors import UserError
+
+EACH = 8  # candidates for every image that is asked about, where the disk has room for them
+
+
+class LabelBudget(NamedTuple):
+    """How many images a person is asked about: a number, or a share of those seen in a stream without an end."""
+
+    images: int | None
+    share: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> "LabelBudget":
+        number, is_share = text.strip().removesuffix("%"), text.strip().endswith("%")
+        with suppress(ValueError):
+            if is_share and 0 < float(number) <= 100:
+                return cls(None, float(number) / 100)
+            if not is_share and int(number) > 0:
+                return cls(int(number), None)
+        raise UserError(f"label_budget is {text!r}: use a share as 1%, or a number of images as 500")
+
+    def of(self, n_seen: int) -> int:
+        """At least one, of so many images."""
+        return self.images if self.images is not None else max(1, round((self.share or 0) * n_seen))
+
+
+def n_that_fit(n_bytes: int, side: int) -> int:
+    """How many candidates of `side` pixels a file of so many bytes holds."""
+    return max(0, (n_bytes - HEADER_SIZE) // record_size((3, side, side)))
+
+
+HEADER_SIZE, DIGEST_SIZE = 4096, 16
+
+
+def record_size(shape: tuple[int, ...]) -> int:
+    return DIGEST_SIZE + 16 + int(np.prod(shape))

@@ -1,0 +1,336 @@
+"""A new head on the newest encoder challenges the version that is served, and is taken only if it is not worse."""
+
+import hashlib
+import math
+import os
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamclr.base.errors import UserError
+from streamclr.classifier import draw_labelled, train_head
+from streamclr.encoders.inference import infer
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.labelling.session import pixels
+from streamclr.labelling.store import Labels
+from streamclr.models.versions import Score, Version, Versions
+from streamclr.streams.datasets.images import Images, readable
+
+if TYPE_CHECKING:
+    from streamclr.records.options import RunOptions
+    from streamclr.streams.stream import AnyStream
+
+LEAST_LABELS, LEAST_OF_A_CLASS = 10, 3  # with fewer none is held back
+SHARE = 5  # one of so many of each class is held back
+MOST_LABELS = 5000  # of a dataset: as many as the learning curve takes
+ROUNDING = 1e-3  # of the log-loss: the same images in other batches give other last digits
+LOOK_EVERY = 1.0  # seconds: for new labels, and for a rollback
+AT_ONCE = 64  # images
+NICE = 10  # about a tenth of a core that others want as well; with 19 a head would take an hour on a busy device
+NEVER_LABELS = "no labels at hand, so the frames get no class: with --label-budget a person can give some"
+NO_LABELS = "labels of fewer than two classes so far, so the frames get no class yet: streamclr label, or label import"
+FAILURES = (UserError, OSError, sqlite3.Error)  # that are told, and tried again with the next encoder
+
+
+class LabelSet(NamedTuple):
+    """The labels at hand."""
+
+    classes: dict[str, str]  # the name of its class by the key of each
+    images: Callable[[list[str]], tuple[Tensor, list[str]]]  # by key: those that can be read, and their keys
+
+
+class Answers:
+    """A person's labels: labels.sqlite of a run, which other processes write."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._labels: Labels | None = None
+        self._change: int | None = None  # when they were last read
+
+    def changed(self) -> bool:
+        """Perhaps: cheap enough to be asked every second."""
+        labels = self._opened()
+        return labels is not None and labels.change() != self._change
+
+    def _opened(self) -> Labels | None:
+        """There are none until somebody opens the labelling page."""
+        if self._labels is None and self.path.exists():
+            self._labels = Labels(self.path)
+        return self._labels
+
+    def read(self) -> LabelSet:
+        labels = self._opened()
+        if labels is None:
+            return LabelSet({}, self._images)
+        self._change = labels.change()
+        answers, names = labels.answers(), labels.classes()  # in this order: no answer lacks its class
+        given = {key: names[one.class_id] for key, one in answers.items() if one.class_id is not None}
+        return LabelSet(given, self._images)
+
+    def _images(self, keys: list[str]) -> tuple[Tensor, list[str]]:
+        assert self._labels is not None
+        pictures = {key: self._labels.picture(key) for key in keys}
+        found = {key: pixels(picture) for key, picture in pictures.items() if picture is not None}
+        return torch.stack(list(found.values())) if found else torch.empty(0), list(found)
+
+    def close(self) -> None:
+        if self._labels is not None:
+            self._labels.close()
+
+
+class Known:
+    """The labels that a dataset comes with."""
+
+    def __init__(self, images: Images, numbers: Tensor):
+        self._source, self._numbers = images, numbers
+        self._is_read = False
+
+    def changed(self) -> bool:
+        return not self._is_read
+
+    def read(self) -> LabelSet:
+        self._is_read = True
+        names = {str(n): self._source.classes[int(self._source.labels[n])] for n in self._numbers.tolist()}
+        return LabelSet(names, self._images)
+
+    def _images(self, keys: list[str]) -> tuple[Tensor, list[str]]:
+        images, good, _ = readable(self._source, np.array([int(key) for key in keys]))
+        return torch.from_numpy(images), [str(number) for number in good.tolist()]
+
+    def close(self) -> None:
+        pass
+
+
+def labels_at_hand(config: "RunOptions", path: Path, stream: "AnyStream") -> Answers | Known | None:
+    """A person's, if one is to be asked; else those of the source, of the run's largest label fraction."""
+    if config.label_budget is not None:
+        return Answers(path / "labels.sqlite")
+    train = stream.source.train
+    if train is None:
+        return None
+    numbers = draw_labelled(train.labels, max(config.label_fractions), train.classes, config.seed)
+    if len(numbers) > MOST_LABELS:
+        numbers = numbers[torch.linspace(0, len(numbers) - 1, MOST_LABELS).long()]
+    return Known(train, numbers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def hold_back(classes: Mapping[str, str], rival: Version | None) -> set[str]:
+    """The keys of the labels that are not trained on but measured with: about a fifth of each class.
+
+    What was held back from the rival stays so, and what the rival was trained on is never held back, because it knows
+    the answer. Among the others a hash of the key decides, not the order in which they came.
+    """
+    if len(classes) < LEAST_LABELS:
+        return set()
+    before, known = (rival.held_back, rival.trained_on) if rival else (frozenset[str](), frozenset[str]())
+    held: set[str] = set()
+    for name in set(classes.values()):
+        own = {key for key in classes if classes[key] == name}
+        if len(own) >= LEAST_OF_A_CLASS:
+            free = sorted(own - before - known, key=lambda key: hashlib.blake2b(key.encode()).digest())
+            still, n = own & before, max(1, round(len(own) / SHARE))
+            held |= still | set(free[: max(0, n - len(still))])
+    return held
+
+
+def score(probabilities: Tensor, classes: Sequence[str], truth: Sequence[str]) -> Score:
+    """Of n x classes. A class that is not among them cannot be told right, and has the probability 0."""
+    if not truth:
+        return Score(0, 0, 0.0)
+    place = {name: i for i, name in enumerate(classes)}
+    column = torch.tensor([place.get(name, len(classes)) for name in truth])
+    of_truth = torch.nn.functional.pad(probabilities, (0, 1))[torch.arange(len(truth)), column]
+    right = int((probabilities.argmax(1) == column).sum())
+    return Score(right, len(truth), float(-of_truth.clamp(min=1e-6).log().mean()))
+
+
+def is_not_worse(new: Score, old: Score) -> bool:
+    """Right as often on the labels that were held back; if just as often, not less sure of the truth.
+
+    Of a handful of labels two heads tell as many right by chance, and a head that has lost half of what it knew may:
+    the log-loss still tells them apart.
+    """
+    return new.right > old.right or (new.right == old.right and new.loss <= old.loss + ROUNDING)
+
+
+class Ended(Exception):
+    """The run ends: what is being done is left undone."""
+
+
+class Challenger:
+    """Trains heads in a thread of its own, of low priority, with the labels at hand and copies of the encoder.
+
+    It wants one after a checkpoint and when labels have changed, and the loop gives it between two steps.
+    """
+
+    def __init__(
+        self,
+        labels: Answers | Known | None,
+        served: Versions,
+        model_with: Callable[[dict[str, Tensor], str], ContrastiveModel],
+        tell: Callable[[str], None],
+    ):
+        self.labels, self.served, self.model_with, self.tell = labels, served, model_with, tell
+        self.wants = labels is not None
+        self.n_taken = self.n_refused = 0
+        self._offered: tuple[int, dict[str, Tensor]] | None = None
+        self._lock = threading.Lock()  # of wants and _offered, which change together
+        self._is_at_work = False
+        self._last: tuple[int, dict[str, str]] | None = None  # the step and the labels of the last challenge
+        self._told: set[str] = set()
+        self._wake, self._ends = threading.Event(), False
+        self._pool = ThreadPoolExecutor(1, "challenger")
+        self._thread = self._pool.submit(self._work)
+
+    def due(self) -> None:
+        """A checkpoint was written."""
+        self.wants = self.labels is not None
+
+    def give(self, step: int, weights: dict[str, Tensor]) -> None:
+        """The model as it is after a step; the tensors are not to be changed any more."""
+        with self._lock:
+            self.wants, self._offered = False, (step, weights)
+        self._wake.set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a challenge is under way. What has ended the thread, if it is no more, is raised here."""
+        if self._thread.done():
+            self._thread.result()
+        # What is offered is looked at first: the thread is at work before it takes it, so that it is never neither.
+        return not self._ends and (self._offered is not None or self._is_at_work)
+
+    def close(self) -> None:
+        self._ends = True
+        self._wake.set()
+        self._pool.shutdown()
+        if self.labels is not None:
+            self.labels.close()
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)  # of this thread: the learner has its own number
+        if sys.platform == "linux":  # where a thread has a priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while not self._ends:
+            try:
+                self._look()
+                if self._offered is not None:
+                    self._is_at_work, (step, weights), self._offered = True, self._offered, None
+                    self._challenge(step, weights)
+            except FAILURES as error:
+                self._offered = None
+                self._tell_once(f"no new head ({error}): it is tried again with the next encoder")
+            except Ended:
+                return
+            finally:
+                self._is_at_work = False
+            self._wake.wait(LOOK_EVERY)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        self.served.look()
+        if self.labels is None:
+            self._tell_once(NEVER_LABELS)
+        elif self.labels.changed():
+            with self._lock:
+                if self._offered is None:  # else they are about to be read
+                    self.wants = True
+
+    def _tell_once(self, event: str) -> None:
+        if event not in self._told:
+            self._told.add(event)
+            self.tell(event)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _challenge(self, step: int, weights: dict[str, Tensor]) -> None:
+        assert self.labels is not None
+        labelled = self.labels.read()
+        if self._last == (step, labelled.classes):
+            return  # a version that was rolled back is not made again
+        self._last = step, labelled.classes
+        while True:
+            rival = self.served.current
+            challenger = self._trained(step, weights, labelled, rival)
+            if challenger is None:
+                self._tell_once(NO_LABELS)
+                return
+            old = self._score_of(rival, labelled, challenger.held_back) if rival else None
+            refusal = self._refusal(challenger, rival, old)
+            if refusal:
+                self.n_refused += 1
+                self.tell(f"a new head of step {step} is refused: {refusal}")
+                return
+            taken = self.served.take(challenger, rival)
+            if taken:
+                self.n_taken += 1
+                against = f"; version {rival.number} has {old} of them right" if rival and old and old.n else ""
+                self.tell(f"{taken} is served{against}")
+                return
+            # Somebody rolled back meanwhile: the rival is another one now.
+
+    def _refusal(self, new: Version, rival: Version | None, old: Score | None) -> str:
+        """Why it is not taken; empty if it is."""
+        if not math.isfinite(new.score.loss):
+            return "its probabilities are no numbers"
+        if rival is None or old is None:
+            return ""  # nothing to lose
+        if not new.held_back:
+            more = len(new.trained_on) > len(rival.trained_on)
+            return "" if more else "there is no label to measure it with, and it knows no more of them"
+        if is_not_worse(new.score, old):
+            return ""
+        losses = f", log-loss {new.score.loss:.3f} against {old.loss:.3f}" if new.score.right == old.right else ""
+        return f"{new.score} labels held back right, version {rival.number} has {old}{losses}"
+
+    def _trained(
+        self, step: int, weights: dict[str, Tensor], labelled: LabelSet, rival: Version | None
+    ) -> Version | None:
+        """A head on these weights, measured on what is held back from it; None from fewer than two classes."""
+        held = hold_back(labelled.classes, rival)
+        if len({name for key, name in labelled.classes.items() if key not in held}) < 2:
+            return None
+        model = self.model_with(weights, f"the encoder of step {step}")
+        features, keys = [], list[str]()
+        for images, good in self._batches(labelled, sorted(labelled.classes)):
+            features.append(infer(model, images, model.features).cpu())
+            keys += good
+        rows = {key: row for row, key in enumerate(keys)}
+        trained_on = [key for key in keys if key not in held]
+        classes = sorted({labelled.classes[key] for key in trained_on})
+        if len(classes) < 2:
+            raise UserError("labelled images of fewer than two classes can be read")
+        targets = torch.tensor([classes.index(labelled.classes[key]) for key in trained_on])
+        known = torch.cat(features)
+        head = train_head(known[[rows[key] for key in trained_on]], targets, len(classes), quiet=True)
+        measured = sorted(held & rows.keys())
+        probabilities = head(known[[rows[key] for key in measured]]).softmax(1)
+        found = score(probabilities, classes, [labelled.classes[key] for key in measured])
+        return Version(model, head, tuple(classes), step, frozenset(trained_on), frozenset(measured), found)
+
+    def _score_of(self, version: Version, labelled: LabelSet, held_back: frozenset[str]) -> Score:
+        """Of a version on the same labels, with its own encoder."""
+        parts, truth = [torch.empty(0, len(version.classes))], list[str]()
+        for images, good in self._batches(labelled, sorted(held_back)):
+            parts.append(version.probabilities(images))
+            truth += [labelled.classes[key] for key in good]
+        return score(torch.cat(parts), version.classes, truth)
+
+    def _batches(self, labelled: LabelSet, keys: list[str]) -> Iterator[tuple[Tensor, list[str]]]:
+        for start in range(0, len(keys), AT_ONCE):
+            if self._ends:
+                raise Ended
+            images, good = labelled.images(keys[start : start + AT_ONCE])
+            if good:
+                yield images, good

@@ -1,0 +1,151 @@
+"""What this machine has: processor, memory, disk, software, cameras, datasets."""
+
+import math
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from streamclr.base.cache import cache_dir as data_dir
+from streamclr.streams.datasets.registry import DATASETS, is_at, is_cached
+
+EXTRAS = {"video": "av"}  # as pip calls them, and the package that each brings
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    processor: str
+    n_cores: float  # that this process may use, by its affinity and its share of time
+    n_cores_present: int
+    memory: int | None  # bytes
+    memory_available: int | None
+    memory_limit: int | None  # of the cgroup, if that is below what there is
+    disk_free: int  # at the run directory
+    python: str
+    torch: str
+    cuda: str | None  # of this build of torch; None is a build for the CPU
+    n_threads: int
+    extras: dict[str, str | None]  # extra: version of its package; None: not installed
+    cameras: dict[str, str]  # device: name
+    datasets: list[str]  # in the cache
+
+    @classmethod
+    def here(cls, run_directory: Path, root: Path = Path("/")) -> "Machine":
+        """root: where the system's own files are, which tests make up."""
+        memory, limit = _meminfo(root), _least_number(root, "memory", ("memory.max", "memory.limit_in_bytes"))
+        total = memory.get("MemTotal")
+        place = next(path for path in (run_directory, *run_directory.absolute().parents) if path.is_dir())
+        return cls(
+            processor=_processor(root),
+            n_cores=min(_affinity(), _cpu_quota(root)),
+            n_cores_present=os.cpu_count() or 1,
+            memory=total,
+            memory_available=memory.get("MemAvailable"),
+            memory_limit=int(limit) if limit < (total or math.inf) else None,
+            disk_free=shutil.disk_usage(place).free,
+            python=platform.python_version(),
+            torch=torch.__version__,
+            cuda=torch.version.cuda,
+            n_threads=torch.get_num_threads(),
+            extras={extra: _version(package) for extra, package in EXTRAS.items()},
+            cameras=_cameras(root),
+            datasets=[name for name in DATASETS if is_cached(name) or is_at(name, data_dir())],
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """A name and what is to be said of it."""
+        cores = f"{self.n_cores:g} of {self.n_cores_present} cores"
+        memory = "not told by this system" if self.memory is None else f"{self.memory / GIB:.1f} GiB"
+        if self.memory_available is not None:
+            memory += f", {self.memory_available / GIB:.1f} GiB available"
+        if self.memory_limit is not None:
+            memory += f", this process is limited to {self.memory_limit / GIB:.2f} GiB"
+        threads = f"threads: {self.n_threads}"
+        if self.n_threads > math.ceil(self.n_cores):
+            threads += f", more than cores: set OMP_NUM_THREADS={math.ceil(self.n_cores)}"
+        extras = [f"{extra} ({EXTRAS[extra]} {v})" if v else f"no {extra}" for extra, v in self.extras.items()]
+        return [
+            ("processor", f"{self.processor}, {cores}"),
+            ("memory", memory),
+            ("disk", f"{self.disk_free / GIB:.1f} GiB free for the run directory"),
+            ("software", f"Python {self.python}, torch {self.torch} ({self._build}), {threads}"),
+            ("extras", ", ".join(extras)),
+            ("cameras", ", ".join(f"{device} ({name})" for device, name in self.cameras.items()) or "none found"),
+            ("datasets", ", ".join(self.datasets) or "none in the cache"),
+        ]
+
+    @property
+    def _build(self) -> str:
+        if self.cuda is None:
+            return "for the CPU"
+        return f"CUDA {self.cuda}, {'with' if torch.cuda.is_available() else 'but without'} a GPU"
+
+
+def _affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor(root: Path) -> str:
+    board = _read(root / "proc/device-tree/model").strip("\0\n ")  # a Raspberry Pi or a Jetson says here what it is
+    names = re.findall(r"^model name\s*:\s*(\S.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return ", ".join([board] * bool(board) + names[:1]) or platform.processor() or platform.machine()
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    return {
+        name: 1024 * int(n)
+        for name, n in re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    }
+
+
+def _cpu_quota(root: Path) -> float:
+    """Cores' worth of time that the cgroups allow."""
+    quotas = [math.inf]
+    for group in _cgroups(root, "cpu"):
+        limits = _read(group / "cpu.max").split()  # version 2: quota and period, or "max"
+        limits = limits or [_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        if len(limits) == 2 and all(limit.isdecimal() for limit in limits) and int(limits[1]):
+            quotas.append(int(limits[0]) / int(limits[1]))
+    return min(quotas)
+
+
+def _least_number(root: Path, controller: str, files: tuple[str, ...]) -> float:
+    found = [_read(group / file).strip() for group in _cgroups(root, controller) for file in files]
+    return min([float(text) for text in found if text.isdecimal()], default=math.inf)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """This process's cgroup and those above it, of version 1 and 2: the tightest of their limits counts."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+            own = top / path.strip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir())
+
+
+def _cameras(root: Path) -> dict[str, str]:
+    devices = sorted((root / "dev").glob("video*"), key=lambda path: (len(path.name), path.name))
+    names = {device: _read(root / f"sys/class/video4linux/{device.name}/name").strip() for device in devices}
+    return {f"/dev/{device.name}": name or "no name" for device, name in names.items()}
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _read(path: Path) -> str:
+    """What a file of the system says; nothing if this system has no such file."""
+    with suppress(OSError):
+        return path.read_text("utf-8", errors="replace")
+    return ""

@@ -1,0 +1,183 @@
+"""Stage two on the labelled images of a source: heads, probes, learning curve, supervised baselines (Sec. IV-A)."""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+from streamclr.base.progress import Progress
+from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
+from streamclr.encoders.inference import infer, seeded
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import make_encoder
+from streamclr.streams.datasets.images import Images, readable
+from streamclr.streams.frame import BadFrame
+from streamclr.streams.stream import AnyStream
+from streamclr.views import StrongViews
+
+
+class Extracted(NamedTuple):
+    """Of the labelled images that can be read: features (n x d on the CPU), labels, and their numbers."""
+
+    features: Tensor
+    labels: Tensor
+    numbers: Tensor
+
+
+def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Extracted:
+    """Features of labelled images: computed once, not augmented, the encoder frozen in eval mode."""
+    numbers = torch.arange(len(images)) if numbers is None else numbers
+    parts, read = [], []
+    bad: dict[int, BadFrame] = {}
+    with Progress("features", len(numbers)) as bar:
+        for chunk in numbers.split(1024):
+            pixels, good, worse = readable(images, chunk.numpy())
+            if len(good):
+                parts.append(infer(model, torch.from_numpy(pixels), model.features).cpu())
+            read.append(good)
+            bad |= worse
+            bar.advance(len(chunk))
+    tell_left_out(bad, len(numbers))
+    kept = np.concatenate(read)
+    return Extracted(torch.cat(parts), torch.from_numpy(images.labels[kept]), torch.from_numpy(kept))
+
+
+def tell_left_out(bad: dict[int, BadFrame], n: int) -> None:
+    if not bad:
+        return
+    message = f"{len(bad)} of {n} labelled images cannot be read; {next(iter(bad.values()))}"
+    if len(bad) == n:
+        raise UserError(message)
+    _say_once(f"left out: {message}")
+
+
+@cache
+def _say_once(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def train_supervised(
+    encoder: Callable[[], nn.Module],
+    images: Images,
+    numbers: Tensor,
+    epochs: int = 100,
+    lr: float = 1e-3,
+    batch_size: int = 128,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[ContrastiveModel, Head]:
+    """The supervised baseline, first reading: a new encoder and a linear layer, end to end on the labels alone.
+
+    The views are crops of at least half of the image and flips. The second reading, a head on an untrained frozen
+    encoder, is `train_head` on the features of a new encoder.
+    """
+    with seeded(seed):
+        model = ContrastiveModel(encoder()).to(device)
+    head = Head(model.n_features, len(images.classes)).to(device)
+    optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=lr, weight_decay=1e-4)
+    views = StrongViews(scale=(0.5, 1.0), jitter=0, grey=0, blur=0)
+    generator = torch.Generator(device).manual_seed(seed)
+    read, good, bad = readable(images, numbers.numpy())
+    tell_left_out(bad, len(numbers))
+    pixels, labels = (torch.from_numpy(array).to(device) for array in (read, images.labels[good]))
+    with Progress(f"supervised on {len(numbers):,} labels, epochs", epochs) as bar:
+        for _ in range(epochs):
+            for batch in torch.randperm(len(pixels), generator=generator, device=device).split(batch_size):
+                logits = head(model.features(views(pixels[batch], generator)))
+                optimizer.zero_grad()
+                F.cross_entropy(logits, labels[batch]).backward()
+                optimizer.step()
+            bar.advance(1)
+    return model, head.cpu().eval().requires_grad_(False)
+
+
+def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
+    """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
+    known, queries = (
+        torch.linspace(0, len(images) - 1, min(len(images), most)).long()
+        for images, most in ((train, 5000), (test, 2000))
+    )
+    features, labels, _ = extract(model, train, known)
+    tested = extract(model, test, queries)
+    predicted = knn_probe(features, labels, tested.features, len(train.classes))
+    return Accuracy.of(predicted, tested.labels, len(train.classes)).top1
+
+
+def evaluate(
+    model: ContrastiveModel, train: Images, test: Images, fractions: tuple[float, ...], seed: int = 0
+) -> tuple[dict[str, Any], dict[float, Head]]:
+    """Stage two: a head for each label fraction, and both probes on all labels; the heads are returned too."""
+    n_classes = len(train.classes)
+    draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
+    known, tested = extract(model, train), extract(model, test)
+    heads: dict[float, Head] = {}
+    labels: dict[str, Any] = {}
+    for fraction, numbers in draws.items():
+        drawn = torch.isin(known.numbers, numbers)
+        if not drawn.any():
+            raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
+        heads[fraction] = train_head(known.features[drawn], known.labels[drawn], n_classes, seed=seed)
+        accuracy = Accuracy.of(heads[fraction](tested.features).argmax(1), tested.labels, n_classes)
+        labels[str(fraction)] = {
+            "n_labels": int(drawn.sum()),
+            "accuracy": accuracy.top1,
+            "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
+        }
+    probe = linear_probe(known.features, known.labels, n_classes)
+    predicted = {
+        "linear_probe": probe(tested.features).argmax(1),
+        "knn": knn_probe(known.features, known.labels, tested.features, n_classes),
+    }
+    probes = {name: Accuracy.of(guess, tested.labels, n_classes).top1 for name, guess in predicted.items()}
+    return {"n_test": len(tested.labels), "labels": labels, **probes}, heads
+
+
+def evaluate_supervised(
+    encoder: Callable[[], nn.Module],
+    train: Images,
+    test: Images,
+    fractions: tuple[float, ...],
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> dict[str, dict[str, float]]:
+    """Both readings of the supervised baseline, on the same draws of labels."""
+    n_classes = len(train.classes)
+    with seeded(seed):
+        untrained = ContrastiveModel(encoder()).to(device)
+    untrained_tested = extract(untrained, test)
+    results = {}
+    for fraction in fractions:
+        numbers = draw_labelled(train.labels, fraction, train.classes, seed)
+        model, head = train_supervised(encoder, train, numbers, seed=seed, device=device)
+        features, labels, _ = extract(untrained, train, numbers)
+        frozen = train_head(features, labels, n_classes, seed=seed)
+        guesses = {"end_to_end": (head, extract(model, test)), "untrained_encoder": (frozen, untrained_tested)}
+        results[str(fraction)] = {
+            reading: Accuracy.of(classifier(tested.features).argmax(1), tested.labels, n_classes).top1
+            for reading, (classifier, tested) in guesses.items()
+        }
+    return results
+
+
+def evaluate_run(
+    config: RunOptions, model: ContrastiveModel, stream: AnyStream, directory: "RunDirectory"
+) -> dict[str, Any]:
+    """Stage two on the run's own labels; nothing for a stream that has none."""
+    train, test = stream.source.train, stream.source.test
+    if train is None or test is None:
+        return {"labels": {}}
+    results, heads = evaluate(model, train, test, config.label_fractions, config.seed)
+    directory.save_classifiers(heads, train.classes)
+    if config.supervised:
+        results["supervised"] = evaluate_supervised(
+            lambda: make_encoder(config), train, test, config.label_fractions, config.seed, model.mean.device
+        )
+    return results

@@ -1,0 +1,56 @@
+"""A run: learn from a stream, then train and test a classifier on few labels."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from streamclr.base.errors import QuietExit, UserError
+from streamclr.compute.ranks import join
+from streamclr.models.versions import Versions
+from streamclr.records.directory import open_directory
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import own_part, prepare
+from streamclr.runs.evaluation import evaluate_run
+from streamclr.runs.loop import learn_stream
+from streamclr.streams.account import Account
+
+
+def run(config: RunOptions) -> tuple[Path, dict[str, Any]]:
+    """Learn and evaluate: the whole job of one run, or of this rank of it. Returns its directory and its results."""
+    with join(config.device, config.norm_over) as ranks:
+        with ranks.together():
+            config, stream, learner = prepare(config, ranks)
+        with closing(open_directory(config, ranks)) as directory:
+            learner.join(ranks)
+            try:
+                seconds = learn_stream(own_part(config, ranks), learner, stream, directory)
+            except (UserError, QuietExit):
+                directory.remove_if_empty()
+                raise
+            parts = ranks.collect((learner.buffer.n_seen, stream.account))
+            learner.leave()
+            directory.save_buffer(learner, stream)
+            if ranks.index:
+                raise QuietExit(0)  # the first has the rest to do
+            directory.save_model(learner.model)
+            results = {
+                "images": sum(n_seen for n_seen, _ in parts),
+                "steps": learner.n_steps,
+                "seconds_learning": seconds,
+                **accounts_of([account for _, account in parts]),
+                **evaluate_run(config, learner.model, stream, directory),
+            }
+            if config.predict:
+                served = Versions(directory).look()
+                results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
+            directory.save_results(results)
+            return directory.path, results
+
+
+def accounts_of(ranks: list[Account]) -> dict[str, Any]:
+    """The account of all frames and, if there are several, that of each rank."""
+    total = Account()
+    for account in ranks:
+        total.add(account)
+    each = [account.state_dict() for account in ranks]
+    return {"account": total.state_dict()} | ({"accounts_of_ranks": each} if len(each) > 1 else {})

@@ -1,0 +1,152 @@
+"""One camera or recording: where it is, how it is taken, and how its frames are opened."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamclr.base.errors import UserError
+from streamclr.base.options import checked_size
+from streamclr.streams.cameras import video
+from streamclr.streams.cameras.jpegs import JpegSplitter, mjpeg
+from streamclr.streams.cameras.video import VideoError, camera, play, receive
+from streamclr.streams.cameras.watch import watch
+from streamclr.streams.frame import decode
+
+
+class Raw(NamedTuple):
+    """A frame as it came, not yet decoded, so that passing over it costs little."""
+
+    decode: Callable[[int], np.ndarray]  # its square of so many pixels; raises BadFrame
+    place: Any = None  # where a recording goes on after it
+    seconds: float | None = None  # its time in a recording; None: now
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One camera or recording, and how it is taken.
+
+    kind: camera, rtsp, http, stdin, watch or video.
+    drops: what comes too fast is passed over, the oldest first; else the source waits.
+    fps, every: take no more frames than so many a second; take every so manieth.
+    timeout: seconds without a frame after which a connection counts as lost.
+    retries: how often in a row a connection is tried again; None is for ever.
+    queue: frames that wait at most.
+    place: where to go on: the source's own mark, when the next frame is due, and how many came before.
+    """
+
+    kind: str
+    where: str
+    size: int
+    drops: bool = True
+    fps: float | None = None
+    every: int = 1
+    timeout: float = 10.0
+    retries: int | None = None
+    queue: int = 512
+    place: tuple[Any, float, int] = (None, 0.0, 0)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the end of the source is the end, and not the loss of a connection."""
+        return self.kind in ("video", "stdin")
+
+    @property
+    def exact(self) -> bool:
+        """Whether it gives just as many frames as it is asked for, always the same: a recording, which has them all."""
+        return self.kind == "video" and not self.drops
+
+    def open(self, mark: Any) -> Iterator[Raw]:
+        """Frames after a mark, until the source ends; one of FAILURES if it is lost."""
+        if self.kind == "camera":
+            return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
+        if self.kind == "rtsp":
+            return (Raw(frame) for frame, _ in receive(self.where, self.timeout))
+        if self.kind == "http":
+            return (Raw(_decoder(frame)) for frame in mjpeg(self.where, self.timeout))
+        if self.kind == "stdin":
+            return (Raw(_decoder(frame)) for frame in _standard_input(int(self.where)))
+        if self.kind == "watch":
+            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, mark))
+        assert self.kind == "video"
+        start = mark or 0
+        frames = enumerate(play(self.where), 1)
+        return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
+
+
+FAILURES = (OSError, HTTPException, VideoError, ValueError)  # of a connection: it is made again
+
+
+SHORTEST_WAIT, LONGEST_WAIT = 0.2, 4.0  # seconds before a connection is tried again
+
+
+def _decoder(content: Any) -> Callable[[int], np.ndarray]:
+    return lambda size: decode(content, size)
+
+
+def _standard_input(fd: int) -> Iterator[bytes]:
+    splitter = JpegSplitter()
+    while data := os.read(fd, 2**16):
+        yield from splitter.feed(data)
+    yield from splitter.rest()
+
+
+CAMERAS = ("camera", "rtsp", "http")  # kinds that send by themselves, and may fall silent
+
+
+KINDS = {  # kind: what its place is
+    "camera": "a device as in /dev/video0",
+    "rtsp": "a URL",
+    "http": "a URL",
+    "stdin": "",
+    "watch": "a directory",
+    "video": "a file",
+}
+
+
+def make_feed(
+    kind: str,
+    where: str,
+    size: int = 96,
+    fps: float | None = None,
+    every: int = 1,
+    timeout: float = 10.0,
+    retries: int | None = None,
+    overload: str | None = None,
+) -> Feed:
+    """A feed with its options checked, and its place too, as far as that can be.
+
+    overload: `drop` passes over the oldest frames that wait, `wait` lets the source wait; by its kind unless given.
+    """
+    if fps is not None and not 0 < fps < 1e6:
+        raise UserError(f"fps is {fps}: use a number above 0")
+    if every < 1:
+        raise UserError(f"every is {every}: use 1 (every frame) or more")
+    if not 0 < timeout < 1e6:
+        raise UserError(f"timeout is {timeout}: use a number of seconds above 0")
+    if retries is not None and retries < 0:
+        raise UserError(f"retries is {retries}: use 0 or more, or leave it out to try for ever")
+    if overload not in (None, "drop", "wait"):
+        raise UserError(f"overload is {overload!r}: use drop or wait")
+    if kind != "stdin" and not where:
+        raise UserError(f"the source {kind!r} needs {KINDS[kind]}: write {kind}:…")
+    if kind in ("camera", "video", "rtsp"):
+        video.check_installed()
+    path = Path(where).expanduser()
+    if kind == "camera" and not path.exists():
+        found = ", ".join(sorted(map(str, Path("/dev").glob("video*")))) or "none"
+        raise UserError(f"no camera {where!r}: this machine has {found}")
+    if kind == "watch" and not path.is_dir():
+        raise UserError(f"no directory {where!r}: watch needs one that exists")
+    if kind == "video":
+        video.check(str(path))
+    if kind in ("camera", "watch", "video"):
+        where = str(path)
+    if kind == "stdin":
+        where = str(os.dup(0))  # the capture process has another standard input
+    drops = kind not in ("watch", "video") if overload is None else overload == "drop"
+    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries)

@@ -1,0 +1,96 @@
+"""Video by PyAV: recordings, RTSP and other network streams, cameras by V4L2."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamclr.base.errors import UserError
+from streamclr.streams.frame import BadFrame, square
+
+if TYPE_CHECKING:
+    import av
+
+try:
+    import av
+    from av.error import FFmpegError as VideoError
+except ImportError:  # the extra is not installed: only video itself needs it
+
+    class VideoError(Exception):  # type: ignore[no-redef]
+        """Never raised."""
+
+
+Frame = tuple[Callable[[int], np.ndarray], float]  # how to get its square, and its time in seconds
+
+
+def check_installed() -> None:
+    if "av" not in globals():
+        raise UserError("video and cameras need PyAV: pip install -c constraints.txt -e '.[video]'")
+
+
+def play(path: str) -> Iterator[Frame]:
+    """All frames of a recording, in order."""
+    return _frames(path)
+
+
+def receive(url: str, timeout: float) -> Iterator[Frame]:
+    """RTSP over TCP: over UDP a lost packet is a smeared frame."""
+    return _frames(url, timeout=timeout, options={"rtsp_transport": "tcp"})
+
+
+def camera(device: str, timeout: float) -> Iterator[Frame]:
+    return _frames(device, timeout=timeout, format="v4l2")
+
+
+def check(path: str) -> None:
+    """An error in one line if a file is no video."""
+    try:
+        frame_rate(path)
+    except (OSError, VideoError) as error:
+        raise UserError(f"cannot play {path!r} ({error.strerror}): give a video file") from None
+
+
+def frame_rate(path: str) -> float | None:
+    """Frames a second of a recording, if its file says."""
+    with av.open(path) as container:
+        if not container.streams.video:
+            raise OSError(0, "there is no video in it")
+        rate = container.streams.video[0].average_rate
+    return float(rate) if rate else None
+
+
+def _frames(url: str, **how: Any) -> Iterator[Frame]:
+    av.logging.set_level(av.logging.PANIC)  # what FFmpeg says of a damaged frame is in the account
+    try:
+        with av.open(url, **how) as container:
+            if not container.streams.video:
+                raise OSError(0, "there is no video in it")
+            stream, n = container.streams.video[0], 0
+            rate = float(stream.average_rate or 25)
+            for packet in container.demux(stream):
+                try:
+                    frames = packet.decode()
+                except av.error.InvalidDataError:
+                    n += 1
+                    yield _damaged, n / rate
+                    continue
+                for frame in frames:
+                    n += 1
+                    seconds = n / rate if frame.time is None else frame.time
+                    yield _damaged if frame.is_corrupt else _squarer(frame), seconds
+    except av.error.ExitError:
+        raise TimeoutError(f"no frame for {how['timeout']:g} s") from None
+
+
+def _damaged(size: int) -> np.ndarray:
+    raise BadFrame("a frame of the video", "damaged", "the decoder could not make a whole picture of it")
+
+
+def _squarer(frame: "av.VideoFrame") -> Callable[[int], np.ndarray]:
+    def squared(size: int) -> np.ndarray:
+        try:
+            return square(frame.to_ndarray(format="rgb24"), size)
+        except (VideoError, ValueError) as error:
+            raise BadFrame("a frame of the video", "damaged", error) from None
+
+    return squared

@@ -1,0 +1,50 @@
+"""A directory into which somebody writes images."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from streamclr.streams.names import SUFFIXES, natural_key
+
+POLL_EVERY = 0.2  # seconds
+
+
+def watch(directory: str, after: Any = None) -> Iterator[tuple[Path, tuple[int, str]]]:
+    """Each image file once, as soon as it is no longer being written, with a mark after which to go on.
+
+    A file is taken to be whole when it has not changed between two looks. Files that wait are taken in the order in
+    which they were written, by name where that is the same.
+
+    after: the mark of the last file that was taken before a restart.
+    """
+    before = _look(directory)
+    taken = {name for name, (written, _) in before.items() if after and _order(written, name) <= _order(*after)}
+    while True:
+        time.sleep(POLL_EVERY)
+        present = _look(directory)
+        taken &= present.keys()  # a name that is gone may come again
+        whole = [name for name, state in present.items() if name not in taken and before.get(name) == state]
+        for name in sorted(whole, key=lambda name: _order(present[name][0], name)):
+            taken.add(name)
+            yield Path(directory, name), (present[name][0], name)
+        before = present
+
+
+def _order(written: int, name: str) -> tuple[int, list[tuple[int, int | str]]]:
+    return written, natural_key(Path(name))
+
+
+def _look(directory: str) -> dict[str, tuple[int, int]]:
+    """When each image was written, and its size."""
+    found = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if Path(entry.name).suffix.lower() in SUFFIXES and not entry.name.startswith("."):
+                try:
+                    state = entry.stat()
+                except FileNotFoundError:
+                    continue
+                found[entry.name] = (state.st_mtime_ns, state.st_size)
+    return found

@@ -1,0 +1,161 @@
+"""Labelled images by index, and the order in which a dataset becomes a temporally correlated stream."""
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from streamclr.base.errors import UserError
+from streamclr.base.options import checked_seed, checked_stc
+from streamclr.streams.frame import BadFrame
+
+
+class Images(Protocol):
+    """Random access to images and their labels."""
+
+    labels: np.ndarray  # int64, one per image
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...  # uint8, n x 3 x H x W
+    def file(self, number: int) -> str | None: ...  # where an image lies; None if it has no file of its own
+
+
+class Numbered(Protocol):
+    """A source, or the labelled images of stage two."""
+
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...
+
+
+def readable(source: Numbered, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, BadFrame]]:
+    """Those of the images that can be read, their numbers, and by number what is wrong with the others."""
+    try:
+        return source.images(numbers), numbers, {}
+    except BadFrame:  # one of them at least: again, one by one
+        parts, bad = [], {}
+    for number in numbers.tolist():
+        try:
+            parts.append(source.images(np.array([number])))
+        except BadFrame as error:
+            bad[number] = error
+    good = [number for number in numbers.tolist() if number not in bad]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8), np.array(good, np.int64), bad
+
+
+class ArrayImages:
+    """Images in one array, n x 3 x H x W."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str]):
+        self._images, self.labels, self.classes = images, labels.astype(np.int64, copy=False), tuple(classes)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def images(self, numbers: np.ndarray) -> np.ndarray:
+        return self._images[numbers]
+
+    def file(self, number: int) -> str | None:
+        return None
+
+
+class Splits(NamedTuple):
+    """A dataset that fits in memory: uint8 images n x 3 x H x W and int64 labels."""
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+class DatasetSource:
+    """A stream of a dataset, pass after pass, each image once a pass.
+
+    streamed: the images of the stream.
+    train, test: labelled images for stage two; None if there are none.
+    stc: strength of temporal correlation, the length of the runs of one class (Sec. IV-A). A class whose images do not
+        divide by it ends with one shorter run. 1 is iid: a new shuffle each pass. None is the order of the dataset.
+    passes: how often the dataset is streamed; None is for ever.
+    """
+
+    def __init__(
+        self,
+        streamed: Images,
+        train: Images | None,
+        test: Images | None,
+        stc: int | None,
+        seed: int = 0,
+        passes: int | None = None,
+    ):
+        if passes is not None and passes < 1:
+            raise UserError(f"passes is {passes}: use at least 1, or leave it out for an endless stream")
+        if stc is not None and stc > 1 and not streamed.classes:
+            raise UserError(f"stc={stc} needs classes, and these images have none: leave it out, or use stc=1")
+        self.streamed, self.train, self.test, self.classes = streamed, train, test, streamed.classes
+        self.stc = None if stc is None else checked_stc(stc)
+        self.seed, self.epoch = checked_seed(seed), len(streamed)
+        self.n_images = None if passes is None else passes * len(streamed)
+        self._last_classes: list[int] = []  # of each pass so far: the next one starts with another
+        self._order = lru_cache(maxsize=32)(self._make_order)
+
+    def images(self, numbers: np.ndarray) -> np.ndarray:
+        return self.streamed.images(self._indices(numbers))
+
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
+        return self.streamed.labels[self._indices(numbers)]
+
+    def file(self, number: int) -> str | None:
+        """Of an image of the stream."""
+        return self.streamed.file(int(self._indices(np.array([number]))[0]))
+
+    def _indices(self, numbers: np.ndarray) -> np.ndarray:
+        passes, places = numbers // self.epoch, numbers % self.epoch
+        indices = np.empty_like(numbers)
+        for pass_ in np.unique(passes).tolist():
+            here = passes == pass_
+            indices[here] = self._order(pass_)[places[here]]
+        return indices
+
+    def _make_order(self, pass_: int) -> np.ndarray:
+        if self.stc is None:
+            return np.arange(self.epoch)
+        if self.stc == 1:
+            return np.random.default_rng([self.seed, pass_]).permutation(self.epoch)
+        for earlier in range(len(self._last_classes), pass_):
+            self._runs(earlier)
+        return np.concatenate(self._runs(pass_))
+
+    def _runs(self, pass_: int) -> list[np.ndarray]:
+        """The runs of one pass: no two neighbours of one class, across passes too, wherever that is possible."""
+        rng = np.random.default_rng([self.seed, pass_])
+        labels, stc = self.streamed.labels, self.stc or 1
+        runs = []
+        for label in np.unique(labels):
+            shuffled = rng.permutation(np.flatnonzero(labels == label))
+            cuts = [shuffled[i : i + stc] for i in range(0, len(shuffled), stc)]
+            rng.shuffle(order := np.arange(len(cuts)))
+            runs.append([cuts[i] for i in order])
+        last = self._last_classes[pass_ - 1] if pass_ else None
+        places = _arrange([len(r) for r in runs], last, random.Random(int(rng.integers(2**63))))
+        if len(self._last_classes) == pass_:
+            self._last_classes.append(places[-1])
+        return [runs[place].pop() for place in places]
+
+
+def _arrange(counts: list[int], last: int | None, rng: random.Random) -> list[int]:
+    """A random sequence with `counts[c]` times each c, no two neighbours alike and not starting with `last`.
+
+    Where no such sequence exists, the most frequent class repeats as rarely as it must.
+    """
+    counts, places = list(counts), []
+    for left in range(sum(counts), 0, -1):
+        # A class needs a gap behind each of its runs: with more than half of what is left it must go now.
+        weights = [0 if c == last else n for c, n in enumerate(counts)]
+        most = max(range(len(counts)), key=lambda c: (counts[c], c != last))
+        must = 2 * counts[most] > left and most != last
+        chosen = most if must or not any(weights) else rng.choices(range(len(counts)), weights)[0]
+        counts[chosen] -= 1
+        places.append(chosen)
+        last = chosen
+    return places

@@ -1,0 +1,59 @@
+"""Twenty classes of ImageNet at 64 px: train/ and val/ with one folder per class in each, or an archive of these."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from streamclr.base.errors import UserError
+from streamclr.streams.datasets.archive import open_archive
+from streamclr.streams.datasets.folder import class_folders, imagenet
+from streamclr.streams.datasets.images import Images, Splits
+
+TINY_IMAGENET_20_CLASSES = (  # in the order of their folders, n01774750 to n09428293
+    "tarantula",
+    "tabby",
+    "dragonfly",
+    "bison",
+    "baboon",
+    "altar",
+    "backpack",
+    "basketball",
+    "computer keyboard",
+    "confectionery",
+    "gasmask",
+    "kimono",
+    "lifeboat",
+    "neck brace",
+    "organ",
+    "scoreboard",
+    "syringe",
+    "vestment",
+    "ice lolly",
+    "seashore",
+)
+
+
+def read_tiny_imagenet(place: Path) -> Splits | None:
+    """The dataset in a folder or in its archive; None if there is no train/."""
+    if place.is_file():
+        with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
+            with open_archive(place) as archive:
+                archive.extractall(temporary, filter="data")
+            try:
+                return read_tiny_imagenet(Path(temporary))
+            except UserError as error:  # names what was unpacked
+                inside = str(error).replace(f"{temporary}/", "").replace(temporary, "it")
+                raise UserError(f"{place} is not whole, or another archive ({inside}): get it again") from None
+    if not (place / "train").is_dir():
+        return None
+    source = imagenet(str(place), classes=(n := len(TINY_IMAGENET_20_CLASSES)), size=64)
+    if (n_there := len(class_folders(place / "train"))) > n:
+        raise UserError(f"{place / 'train'} has {n_there} classes, not the {n} of Tiny ImageNet-20: give its archive")
+    assert source.train is not None
+    assert source.test is not None
+    return Splits(*_all(source.train), *_all(source.test))
+
+
+def _all(images: Images) -> tuple[np.ndarray, np.ndarray]:
+    return images.images(np.arange(len(images))), images.labels

@@ -1,0 +1,209 @@
+"""A picture from a file or a camera as an array: converted rightly, or rejected for one of a few reasons.
+
+Needs no torch, so that a small capture process can use it.
+"""
+
+import logging
+import os
+import struct
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
+
+from streamclr.base.errors import UserError
+
+REASONS = (
+    "unreadable",  # the disk's fault, or no file
+    "empty",
+    "not an image",
+    "too large",
+    "truncated",
+    "damaged",
+    "pixels without a range",
+)
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# The most pixels that a byte can hold: of a black picture, in the densest variant of the format.
+PIXELS_PER_BYTE = {"JPEG": 400, "MPO": 400, "PNG": 8_300, "WEBP": 600, "GIF": 2_800, "BMP": 130, "PPM": 8}
+FULL_HD = 1920 * 1080  # up to here a sparse picture costs little
+UPRIGHT = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # else its remarks on odd TIFFs go to stderr
+
+
+class BadFrame(UserError):
+    """A picture that cannot be used; `reason` is one of REASONS."""
+
+    def __init__(self, what: str, reason: str, detail: object):
+        super().__init__(" ".join(f"{what} cannot be used, {reason}: {detail}".split()))
+        self.reason = reason
+
+
+def decode(file: Path | bytes, size: int | None = None, most_pixels: int = 64_000_000) -> np.ndarray:
+    """H x W x 3, uint8: the upright picture in RGB, on white where it is transparent; of an animation the first.
+
+    size: the shorter side is scaled to it and the middle cut out; without, the picture keeps its size.
+    """
+    with _opened(file, most_pixels) as opened:
+        if size is not None:
+            opened.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
+        with _libtiff_silent() if opened.format == "TIFF" else nullcontext():
+            opened.load()
+        turn = UPRIGHT.get(_orientation(opened))
+        image = _eight_bits(opened, _name(file))
+        if turn is not None:
+            image = image.transpose(turn)
+        if size is not None:
+            image = _fit(image, size)
+        if image.mode == "RGBA":  # only now, when it is small
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return np.array(image)
+
+
+def dimensions(file: Path | bytes, most_pixels: int = 64_000_000) -> tuple[int, int]:
+    """Width and height by the header alone, before any turning."""
+    with _opened(file, most_pixels) as image:
+        return image.size
+
+
+def square(pixels: np.ndarray, size: int) -> np.ndarray:
+    """The same scaling for a frame that is decoded already: H x W x 3 to size x size x 3."""
+    return np.array(_fit(Image.fromarray(pixels), size))
+
+
+def _fit(image: Image.Image, size: int) -> Image.Image:
+    if image.size == (size, size):
+        return image
+    return ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+
+
+@contextmanager
+def _opened(file: Path | bytes, most_pixels: int) -> Iterator[ImageFile.ImageFile]:
+    """A picture whose header was checked; whatever goes wrong with it, inside the block too, is a BadFrame."""
+    what = _name(file)
+    try:
+        if isinstance(file, Path) and not file.is_file():  # a pipe would be waited for
+            raise BadFrame(what, "unreadable", "there is no such file")
+        with warnings.catch_warnings(), file.open("rb") if isinstance(file, Path) else BytesIO(file) as data:
+            warnings.simplefilter("ignore")
+            n_bytes = data.seek(0, os.SEEK_END)
+            data.seek(0)
+            if n_bytes == 0:
+                raise BadFrame(what, "empty", "it has no bytes")
+            if claimed := _webp_size(data.read(30)):  # Pillow allocates a WebP's pixels when it opens it
+                _check_size(what, "WEBP", claimed, n_bytes, most_pixels)
+            data.seek(0)
+            with Image.open(data, formats=FORMATS) as image:
+                _check_size(what, image.format, image.size, n_bytes, most_pixels)
+                _check_cover(what, image)
+                yield image
+    except BadFrame:
+        raise
+    except UnidentifiedImageError as error:
+        raise BadFrame(what, "not an image", "no known format, or a damaged header") from error
+    except (Image.DecompressionBombError, MemoryError) as error:
+        raise BadFrame(what, "too large", error) from error
+    except Exception as error:  # Pillow's parsers raise whatever Python raises on bytes that make no sense
+        if isinstance(error, OSError) and error.errno is not None:
+            raise BadFrame(what, "unreadable", error.strerror) from error
+        cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
+        raise BadFrame(what, "truncated" if cut else "damaged", error) from error
+
+
+@contextmanager
+def _libtiff_silent() -> Iterator[None]:
+    """libtiff writes what is wrong with a picture to stderr itself, past Python, as well as failing."""
+    with _one_at_a_time:  # or the second would take the first one's nowhere for what is to be restored
+        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 2)
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.close(nowhere)
+
+
+_one_at_a_time = threading.Lock()
+
+
+def _name(file: Path | bytes) -> str:
+    return f"the image {file}" if isinstance(file, Path) else f"a frame of {len(file)} bytes"
+
+
+def _check_size(what: str, format: str | None, size: tuple[int, int], n_bytes: int, most_pixels: int) -> None:
+    n_pixels, claim = size[0] * size[1], f"its header claims {size[0]} x {size[1]} pixels"
+    if n_pixels < 1:
+        raise BadFrame(what, "empty", claim)
+    if n_pixels > most_pixels:
+        raise BadFrame(what, "too large", f"{claim}, and {most_pixels:,} are allowed")
+    most = n_bytes * PIXELS_PER_BYTE.get(format or "", 10_000)
+    if format == "WEBP":  # of one colour it takes a few dozen bytes at any size
+        most = max(most, FULL_HD)
+    if n_pixels > most:
+        raise BadFrame(what, "truncated", f"{claim}, which its {n_bytes} bytes cannot hold")
+
+
+def _check_cover(what: str, image: ImageFile.ImageFile) -> None:
+    """A TIFF may lack strips, and the first frame of an animation be a dot in a large canvas: Pillow would fill up."""
+    boxes = [image.info["bbox"]] if "bbox" in image.info else [tile[1] for tile in image.tile if tile[1]]
+    if not boxes or (image.format == "GIF" and image.width * image.height <= FULL_HD):
+        return
+    # A box is left, top, right, bottom.
+    right, bottom = max(box[2] for box in boxes), max(box[3] for box in boxes)
+    if right * bottom < image.width * image.height:  # by area: a TIFF may be turned already
+        raise BadFrame(what, "damaged", f"{right} x {bottom} pixels are there, of {image.width} x {image.height}")
+
+
+def _webp_size(head: bytes) -> tuple[int, int] | None:
+    if len(head) < 30 or head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return None
+    if head[12:16] == b"VP8X":
+        return int.from_bytes(head[24:27], "little") + 1, int.from_bytes(head[27:30], "little") + 1
+    if head[12:16] == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    width, height = struct.unpack("<HH", head[26:30])
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, OSError, EOFError, struct.error):
+        return 1  # a damaged EXIF block says nothing about the pixels
+
+
+def _eight_bits(image: Image.Image, what: str) -> Image.Image:
+    """The picture in RGB, or in RGBA if anything in it may be transparent."""
+    # What Pillow reads as 32-bit numbers has 16 bits in a PNG or PPM, and any range elsewhere.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        raise BadFrame(what, "pixels without a range", f"its mode is {image.mode}, which has no white")
+    if image.mode.startswith("I"):  # Pillow would cut these at 255 instead of scaling them
+        tags = getattr(image, "tag_v2", {})  # of a TIFF, which may have 12 bits, or black as its largest number
+        bits = tags.get(258, (16,))[0]
+        grey = (np.asarray(image) >> (bits - 8)).astype(np.uint8)
+        return Image.fromarray(255 - grey if tags.get(262) == 0 else grey).convert("RGB")
+    if image.mode == "LAB":
+        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        converted = ImageCms.profileToProfile(image, *profiles, outputMode="RGB")
+        assert converted is not None  # it is when the picture is changed in place
+        return converted
+    if image.mode == "La":  # the only mode with alpha that does not become RGBA at once
+        image = image.convert("LA")
+    if image.mode.endswith(("A", "a")) or "transparency" in image.info:
+        return image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")

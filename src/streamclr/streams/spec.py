@@ -1,0 +1,140 @@
+"""What a source string such as `cifar10?stc=500`, `clip.mp4` or `rtsp://camera/1` stands for. Needs no torch, so that a
+device without it can classify from any source."""
+
+import glob
+import inspect
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlencode
+
+import numpy as np
+
+from streamclr.base import options as opts
+from streamclr.base.errors import UserError
+from streamclr.streams.cameras.feed import KINDS, Feed, make_feed
+from streamclr.streams.datasets.folder import folder, imagenet
+from streamclr.streams.datasets.images import Images
+from streamclr.streams.datasets.registry import DATASETS, dataset
+from streamclr.streams.datasets.synthetic import Synthetic
+
+
+class Source(Protocol):
+    """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
+
+    @property
+    def n_images(self) -> int | None: ...  # None: endless
+
+    @property
+    def epoch(self) -> int | None: ...  # images in one pass; None: there is no such thing
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...  # empty: unlabelled
+
+    @property
+    def train(self) -> Images | None: ...  # labelled images for stage two
+
+    @property
+    def test(self) -> Images | None: ...
+
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...
+
+    def labels(self, numbers: np.ndarray) -> np.ndarray: ...
+
+
+SOURCES: dict[str, Callable[..., Source]] = {
+    "synthetic": Synthetic,
+    **{name: partial(dataset, name) for name in DATASETS},
+    "imagenet": imagenet,
+    "folder": folder,
+}
+FEEDS: dict[str, Callable[..., Feed]] = {kind: partial(make_feed, kind) for kind in KINDS}
+URLS = {"rtsp": "rtsp", "rtsps": "rtsp", "http": "http", "https": "http"}  # scheme: kind of feed
+VIDEOS = {".mp4", ".mkv", ".avi", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".mjpeg", ".mjpg", ".h264"}
+
+
+def open_source(source: str | Path, **options: Any) -> Source | list[Feed]:
+    """What a source string stands for: images by their numbers, or, of cameras and recordings, the feeds.
+
+    Options may stand in the string or be given as keywords, which win.
+    """
+    name, path, written = split_source(source)
+    given = written | {key: value for key, value in options.items() if value is not None}
+    if name in SOURCES:
+        return opts.build(SOURCES[name], given, f"the source {name}", path)
+    lines = [(name, path, {})] if name in FEEDS else [split_source(line) for line in _lines(path)]
+    feeds = []
+    for kind, where, own in lines:
+        if kind not in FEEDS:
+            raise UserError(f"{path} lists {kind}:{where}: a list is of cameras and recordings")
+        feeds.append(opts.build(FEEDS[kind], given | own, f"the source {kind}", where))
+    return feeds
+
+
+def takes(source: str | Path, option: str) -> bool:
+    """Whether a source has an option."""
+    name = split_source(source)[0]
+    return option in inspect.signature(SOURCES.get(name) or make_feed).parameters
+
+
+def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
+    """`folder:DIR?size=64` as name, path and options; what is written without a name is found by what it is.
+
+    The options of a URL stand behind a `#`, as in `http://camera/video?id=1#fps=5`, or, if there is none, among those
+    of its query that are ours.
+    """
+    text = str(source)
+    scheme, _, rest = text.partition("://")
+    if rest and scheme in URLS:
+        url, _, fragment = text.partition("#")
+        if fragment:
+            if "=" not in fragment or "@" in fragment:
+                raise UserError("what stands behind the # of a URL is no option: write a # in a password as %23")
+            return URLS[scheme], url, opts.split(f"?{fragment}")[1]
+        url, _, query = url.partition("?")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        ours = {key: value for key, value in pairs if key in list(inspect.signature(make_feed).parameters)[2:]}
+        left = urlencode([(key, value) for key, value in pairs if key not in ours])
+        return URLS[scheme], (text if not ours else url + (f"?{left}" if left else "")), ours
+    text, options = opts.split(text)
+    name, _, path = text.partition(":")
+    if name in SOURCES or name in FEEDS or name == "list":
+        return name, path, options
+    file = Path(text)
+    if text == "-":
+        return "stdin", "", options
+    if re.fullmatch("[0-9]+|/dev/video[0-9]+", text):
+        return "camera", text if text.startswith("/") else f"/dev/video{text}", options
+    if (text and file.is_dir()) or (glob.has_magic(text) and glob.glob(text)):
+        return "folder", text, options
+    if file.is_file() and file.suffix.lower() in VIDEOS:
+        return "video", text, options
+    if file.is_file() and file.suffix.lower() in (".txt", ".list"):
+        return "list", text, options
+    names = opts.one_of(name, [*SOURCES, *FEEDS])
+    raise UserError(f"no source {opts.redacted(text)!r}: it is no directory, no video file, no URL, and {names}")
+
+
+def absolute_source(source: str) -> str:
+    """The same source, to be found from any working directory."""
+    name, path, options = split_source(source)
+    if name in URLS.values() or name == "stdin":
+        return source
+    # A link stays one: /dev/v4l/by-id/… is the same camera after a restart, /dev/video0 may be another.
+    if name == "imagenet" and os.path.isfile(listed := os.path.expanduser(options.get("classes", ""))):
+        options["classes"] = os.path.abspath(listed)
+    where = f":{os.path.abspath(os.path.expanduser(path))}" if path else ":" * (":" in source)
+    return name + where + (f"?{urlencode(options)}" if options else "")
+
+
+def _lines(path: str) -> list[str]:
+    """The sources that a file lists, one a line; `#` begins a line that is not one."""
+    if not Path(path).is_file():
+        raise UserError(f"no file {path!r}: a list has a source on each line")
+    lines = [line.strip() for line in Path(path).read_text("utf-8", errors="replace").splitlines()]
+    if not (sources := [line for line in lines if line and not line.startswith("#")]):
+        raise UserError(f"{path} lists no source: write one on each line")
+    return sources

@@ -1,0 +1,204 @@
+"""Several policies on the same streams, seed by seed: one table with mean and spread."""
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamclr.base.errors import UserError
+from streamclr.base.files import write_json
+from streamclr.base.options import option
+from streamclr.base.plots import line_plot
+from streamclr.base.table import Table, labels_heading, percent
+from streamclr.classifier import Accuracy, linear_probe
+from streamclr.records.directory import RunDirectory, new_directory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import open_run_stream
+from streamclr.runs.assemble import policy_options, prepare
+from streamclr.runs.report import write_report
+from streamclr.runs.run import run
+from streamclr.streams.datasets.images import Images
+from streamclr.sweeps.job import Job, Result
+from streamclr.sweeps.places import ON, Place, open_place, work
+
+
+@dataclass(frozen=True)
+class CompareOptions(RunOptions):
+    """Run several policies on the same streams and print one table with mean and spread over the seeds."""
+
+    policies: str = option("contrast,random,fifo", "the policies to compare, with commas between")
+    seeds: int = option(3, "how many seeds, from --seed on; a seed has one stream for all policies")
+    on: str | None = option(None, ON)
+
+
+Rows = dict[str, dict[str, list[float]]]  # row: column: a value for each seed
+PROBE = "linear probe, all labels"
+
+
+def compare(
+    config: CompareOptions,
+    default_out: str = "compare",
+    title: str = "Policies compared",
+    baselines: Rows | None = None,
+) -> tuple[Path, Table]:
+    """Every policy and seed is a run of its own inside the directory. Returns the directory and the table.
+
+    baselines: further rows of the table.
+    """
+    policies = [name.strip() for name in config.policies.split(",")]
+    if config.seeds < 1:
+        raise UserError(f"seeds is {config.seeds}: use at least 1")
+    if config.policy != RunOptions.policy:
+        raise UserError(f"--policy {config.policy} is for one run: compare takes --policies")
+    if config.resume:
+        raise UserError("--resume is for streamclr run: compare starts its runs anew")
+    if len(set(policies)) < len(policies):
+        raise UserError(f"--policies {config.policies} names a policy twice: name each once")
+    if config.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
+        raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
+    for name in ("serve", "metrics", "predict"):
+        if config.on is not None and getattr(config, name) not in (None, False):
+            raise UserError(f"--{name} is for runs of this machine: leave it out, or --on {config.on}")
+    common = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunOptions)}
+    runs = []
+    for seed in range(config.seed, config.seed + config.seeds):
+        for policy in policies:
+            lazily = config.rescore_every if "rescore_every" in policy_options(policy) else None
+            runs.append(RunOptions(**common | {"policy": policy, "seed": seed, "rescore_every": lazily}))
+    ready = {}
+    for one in runs[: len(policies)]:  # what is wrong is said before the first run starts
+        ready[one.policy] = prepare(one if config.on is None else dataclasses.replace(one, device=None))[0]
+    place = None if config.on is None else open_place(config.on, None, config.device, torch.get_num_threads())
+    out = new_directory(config.out, Path("runs") / default_out)
+    directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}
+    places = {}
+    for one in runs:
+        first = one.policy == policies[0]  # the supervised baselines depend on the seed alone
+        name = one.policy.replace("?", ",").replace("&", ",")
+        path = out / f"{name}-{one.seed}"
+        places[path] = dataclasses.replace(ready[one.policy], seed=one.seed, supervised=one.supervised and first)
+        directories[one.policy].append(RunDirectory(path))
+    if place is None:
+        for path, one in places.items():
+            run(dataclasses.replace(one, out=str(path)))
+            _report(path, one)
+    else:
+        _work(places, place, out)
+
+    rows = _rows(directories, config) | (baselines or {})
+    write_json(out / "results.json", {"config": dataclasses.asdict(config) | {"out": None}, "accuracy": rows})
+    columns = [*(str(f) for f in config.label_fractions), PROBE]
+    spread = f"mean ± standard deviation of {config.seeds} seeds" if config.seeds > 1 else "one seed"
+    table = Table(
+        title,
+        ["", *(column if column == PROBE else labels_heading(column) for column in columns)],
+        [[name, *(_spread(values.get(column, [])) for column in columns)] for name, values in rows.items()],
+        note=f"accuracy on the test set, {spread}",
+    )
+    (out / "table.md").write_text(table.markdown(), encoding="utf-8")
+    line_plot(
+        "kNN accuracy on the test set, %, mean over seeds",
+        [(policy, _mean_curve(directories[policy])) for policy in policies],
+        out / "curves.png",
+    )
+    write_report([d.path for policy in policies for d in directories[policy]], out / "report.html", [table])
+    return out, table
+
+
+def _work(runs: dict[Path, RunOptions], place: Place, out: Path) -> None:
+    """Each run is a job elsewhere, and its directory comes back."""
+    jobs = {}
+    for path, one in runs.items():
+        arguments = dataclasses.asdict(dataclasses.replace(one, device=place.device))
+        jobs[out / "jobs" / path.name] = Job(path.name, f"{__name__}:run_for_compare", arguments, keeps_run=True)
+
+    def keep(directory: Path) -> None:
+        path = out / directory.name
+        (directory / "run").rename(path)
+        shutil.rmtree(directory)
+        _report(path, runs[path])
+
+    work(jobs, place, keep)
+    (out / "jobs").rmdir()
+
+
+def run_for_compare(directory: Path, **config: Any) -> Result:
+    """In the process of a job."""
+    own = RunDirectory(directory / "run")
+    return own.results or run(RunOptions(**config | {"out": str(own.path)}))[1]
+
+
+def _report(path: Path, one: RunOptions) -> None:
+    write_report([path], path / "report.html", title=f"{one.policy}, seed {one.seed}")
+
+
+def _rows(directories: dict[str, list[RunDirectory]], config: CompareOptions) -> Rows:
+    fractions = [str(f) for f in config.label_fractions]
+    results = {policy: [one.results or {} for one in runs] for policy, runs in directories.items()}
+    rows: Rows = {}
+    for policy, contents in results.items():
+        rows[policy] = {f: [c["labels"][f]["accuracy"] for c in contents if f in c["labels"]] for f in fractions}
+        rows[policy][PROBE] = [c["linear_probe"] for c in contents if "linear_probe" in c]
+    supervised = [c["supervised"] for contents in results.values() for c in contents if "supervised" in c]
+    if supervised:
+        rows["supervised"] = {f: [c[f]["end_to_end"] for c in supervised] for f in fractions}
+        rows["untrained encoder"] = {f: [c[f]["untrained_encoder"] for c in supervised] for f in fractions}
+    return rows
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return "–"
+    return percent(mean(values)) if len(values) == 1 else f"{percent(mean(values))} ± {100 * stdev(values):.1f}"
+
+
+def _mean_curve(runs: list[RunDirectory]) -> list[tuple[float, float]]:
+    points: dict[int, list[float]] = {}
+    for one in runs:
+        for step in one.steps():
+            if "accuracy" in step:
+                points.setdefault(step["seen"], []).append(100 * step["accuracy"])
+    return [(seen, mean(values)) for seen, values in sorted(points.items())]
+
+
+DEMO = CompareOptions(
+    source="synthetic:",
+    policies="contrast?precision=fp32,fifo",  # exact, so that the table does not hang on what is fast on a machine
+    seeds=1,
+    size=24,
+    images=38_400,
+    buffer=256,
+    batch=64,
+    segment=64,
+    rescore_every=16,
+    width=8,
+    lr=1e-3,
+    fractions="0.01",
+    probes=3,
+    supervised=True,
+)
+
+
+def demo(out: str | None = None) -> tuple[Path, Table]:
+    """The whole job on the embedded default, with a linear probe on raw pixels to show that it is no toy."""
+    config = dataclasses.replace(DEMO, out=out)
+    source = open_run_stream(config).source
+    assert source.train is not None
+    assert source.test is not None
+    baselines = {"raw pixels": {PROBE: [pixel_probe(source.train, source.test)]}}
+    return compare(config, "demo", "Learned from an unlabelled stream, classified from 1 % labels", baselines)
+
+
+def pixel_probe(train: Images, test: Images) -> float:
+    """What a linear classifier reads from raw pixels with all labels."""
+    pixels, queries = (
+        torch.from_numpy(images.images(np.arange(len(images)))).flatten(1) / 255 for images in (train, test)
+    )
+    known, tested = (torch.from_numpy(images.labels) for images in (train, test))
+    probe = linear_probe(pixels, known, len(train.classes))
+    return Accuracy.of(probe(queries).argmax(1), tested, len(train.classes)).top1

@@ -1,0 +1,246 @@
+"""Where experiments run: jobs side by side, each done once and known by what it is, so that all can be resumed."""
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from streamclr.base import options as opts
+from streamclr.base.errors import UserError
+from streamclr.base.files import held, read_json
+from streamclr.base.progress import Progress
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import open_run_stream, resolved
+from streamclr.runs.assemble import make_learner
+from streamclr.runs.run import run
+from streamclr.streams.datasets import registry as data
+from streamclr.streams.stream import AnyStream
+from streamclr.sweeps.job import RESULT, Job, Result
+from streamclr.sweeps.places import open_place, work
+
+# The paper's settings for CIFAR-10 (Sec. IV-A), and the fixed ones of two CPU cores, chosen by `reproduce sweep` with
+# the policy Random. The contrast score is the exact one in both: no table depends on what is fast on a machine.
+SCALES = {
+    "paper": RunOptions(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
+    "cpu": RunOptions(
+        source="cifar10",
+        stc=500,
+        width=8,
+        stem="half",
+        lr=3e-3,
+        images=500_000,
+        probes=20,
+        checkpoint_minutes=1,
+    ),
+}
+T = TypeVar("T")
+
+
+class Lab:
+    """One experiment's jobs at one scale, below a directory that experiments share.
+
+    images: instead of as many as the scale says.
+    workers: jobs at a time [one for each GPU, or each core; on Ray, as many as it has room for].
+    data_dir: where datasets are that are not in the cache.
+    only_plan: say what is to be done and how long it should take, and leave it at that.
+    on: where the jobs run, as `open_place` has it [this machine].
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        scale: str = "cpu",
+        n_seeds: int = 3,
+        images: int | None = None,
+        workers: int | None = None,
+        device: str | None = None,
+        data_dir: str | None = None,
+        only_plan: bool = False,
+        on: str | None = None,
+    ):
+        if scale not in SCALES:
+            raise UserError(f"no scale {scale!r}: {opts.one_of(scale, SCALES)}")
+        one_batch = SCALES[scale].buffer
+        for name, value, least in (("seeds", n_seeds, 1), ("images", images, one_batch), ("workers", workers, 1)):
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}: use at least {least}")
+        self.out, self.scale, self.n_seeds, self.images, self.only_plan = out, scale, n_seeds, images, only_plan
+        self.place = open_place(on, workers, device)
+        self.device, self.workers = self.place.device, self.place.workers
+        self.data_dir = None if data_dir is None else Path(data_dir).expanduser()
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise UserError(f"no directory {data_dir!r}: --data says where official files of datasets are")
+        self.left_out: list[str] = []  # datasets that are not at hand
+        self.seconds = 0.0  # of work behind the results, whenever it was done
+
+    def pick(self, *, paper: T, cpu: T) -> T:
+        """What holds at this scale."""
+        return {"paper": paper, "cpu": cpu}[self.scale]
+
+    def runs(self, **settings: Any) -> list[Job]:
+        """A run of the scale, with these settings instead of its own: a job for each seed."""
+        wanted = dataclasses.replace(SCALES[self.scale], **settings)
+        if self.images is not None:
+            wanted = dataclasses.replace(wanted, images=self.images, epochs=None)
+        name, options = opts.split(wanted.policy)
+        if name == "contrast":
+            policy = "contrast?" + "&".join(f"{k}={v}" for k, v in (options | {"precision": "fp32"}).items())
+            wanted = dataclasses.replace(wanted, policy=policy)
+        wanted = _resolved(wanted, self.data_dir)
+        jobs = []
+        for seed in range(self.n_seeds):
+            arguments = asdict(dataclasses.replace(wanted, seed=seed, device=self.device))
+            arguments.pop("out")
+            jobs.append(Job(f"{name}-{seed}", f"{__name__}:run_job", arguments))
+        return jobs
+
+    def at_hand(self, dataset: str, **settings: Any) -> bool:
+        """Whether the data of a run can be had; if not, the experiment says so and goes on without."""
+        try:
+            _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
+        except UserError as error:
+            self.left_out.append(dataset)
+            print(f"{dataset} is left out, --data says where it is: {' '.join(str(error).split())}", file=sys.stderr)
+            return False
+        return True
+
+    def do(self, jobs: dict[str, list[Job]]) -> dict[str, list[Result]]:
+        """The results of all jobs, of which those that are not there yet are done now."""
+        places = {job.key: job for row in jobs.values() for job in row}
+        with _alone(self.out):
+            missing = [job for job in _by_seed(jobs) if not self._result(job).exists()]
+            print(
+                f"{len(places)} jobs, {len(places) - len(missing)} of them done; {self._expected(missing)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if self.only_plan:
+                raise SystemExit(0)
+            self._work({self._directory(job): job for job in missing})
+        results = {key: read_json(self._result(job)) for key, job in places.items()}
+        # The learning of some is longer than all of them: the time before an interruption was not counted once.
+        spent = (max(result["seconds_in_all"], result.get("seconds_learning") or 0) for result in results.values())
+        self.seconds += sum(spent)
+        return {row: [results[job.key] for job in own] for row, own in jobs.items()}
+
+    def _directory(self, job: Job) -> Path:
+        """Where it works; nothing in there is needed once the result is known."""
+        return self.out / "runs" / job.key
+
+    def _result(self, job: Job) -> Path:
+        return self.out / "jobs" / f"{job.key}.json"
+
+    def _work(self, jobs: dict[Path, Job]) -> None:
+        (self.out / "jobs").mkdir(exist_ok=True)
+        work(jobs, self.place, lambda directory: (directory / RESULT).replace(self._result(jobs[directory])))
+
+    def _expected(self, jobs: list[Job]) -> str:
+        """How long the jobs should take, from a step of each kind of run on this device."""
+        names = [field.name for field in dataclasses.fields(RunOptions)]
+        learned = [
+            RunOptions(**{name: job.arguments[name] for name in names if name in job.arguments})
+            for job in jobs
+            if job.arguments["images"]
+        ]
+        if not learned:
+            return "nothing to learn"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "how long they take cannot be said here, without a GPU"
+        with Progress("timing a step of each kind", None):
+            seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
+        torch.cuda.empty_cache()  # or this process keeps the memory that the first GPU's job needs
+        n_workers = min(self.workers, len(learned))
+        hours = seconds / n_workers / 3600
+        how_long = f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
+        return f"about {how_long} of learning on {n_workers} x {self.device}, evaluation not counted"
+
+
+def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:
+    """Each job once, seed by seed, so that a first table needs a third of the time."""
+    seen = set()
+    for seed in range(max((len(row) for row in jobs.values()), default=0)):
+        for row in jobs.values():
+            if seed < len(row) and row[seed].key not in seen:
+                seen.add(row[seed].key)
+                yield row[seed]
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two labs in one directory would take each other's jobs for interrupted ones."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / ".lock").touch()
+    with held(out / ".lock", f"another process is at work in {out}: wait for it, or give another --out"):
+        yield
+
+
+_kind_fields = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
+
+
+def _kind(config: RunOptions) -> RunOptions:
+    """What the time of a step depends on."""
+    return RunOptions(**{name: getattr(config, name) for name in (*_kind_fields, "device")})
+
+
+@cache
+def _step_seconds(kind: RunOptions) -> float:
+    """The time of one step; on a CPU of one with fewer images, as many times as it is smaller."""
+    assert kind.segment is not None
+    assert kind.batch is not None
+    assert kind.size is not None
+    part = 1.0 if kind.device == "cuda" else min(1.0, 32 / kind.segment)
+    few = {name: max(2, round(part * getattr(kind, name))) for name in ("buffer", "segment", "batch")}
+    learner = make_learner(dataclasses.replace(kind, **few))
+    images = torch.randint(256, (few["segment"], 3, kind.size, kind.size), dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        steps = [learner.learn_many(images) for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    return median(step.seconds_scoring + step.seconds_training for step in steps) / part
+
+
+@cache
+def _resolved(config: RunOptions, data_dir: Path | None) -> RunOptions:
+    return resolved(config, _open(config, data_dir))
+
+
+def _open(config: RunOptions, data_dir: Path | None) -> AnyStream:
+    """The stream of a run; a dataset that is not in the cache is brought there first."""
+    name = opts.split(config.source)[0]
+    if name in data.DATASETS and not data.is_cached(name):
+        print(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None), file=sys.stderr)
+    return open_run_stream(config)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the process of a job
+
+
+def run_job(directory: Path, **config: Any) -> Result:
+    """A run: its results, and what its journal says over time."""
+    own = RunDirectory(directory / "run")
+    results = own.results or run(RunOptions(**config, out=str(own.path)))[1]
+    steps = own.steps()
+    spent, curve = 0.0, []
+    for step in steps:
+        spent += step["seconds_scoring"] + step["seconds_training"]
+        if "accuracy" in step:
+            curve.append({"seen": step["seen"], "seconds": spent, "knn": step["accuracy"]})
+    full = [step for step in steps if step["kept"] + step["replaced"] == config["buffer"]][1:]
+    return results | {
+        "curve": curve,
+        "rescored": sum(step["rescored"] for step in full) / max(1, len(full)),
+        "replaced": sum(step["replaced"] for step in full) / max(1, len(full)) / config["buffer"],
+        "relative_time": 1
+        + median(step["seconds_scoring"] for step in steps) / median(step["seconds_training"] for step in steps),
+    }

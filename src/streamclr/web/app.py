@@ -1,0 +1,216 @@
+"""The pages and their interface over HTTP; docs/serve.md describes it."""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from streamclr.base.errors import UserError
+from streamclr.labelling.store import LONGEST_NAME, Conflict, Missing
+from streamclr.web.site import MOST_CLIENTS, Site
+from streamclr.web.view import shown
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+}
+FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # what a name stands for never changes
+
+Run = Annotated[str, InPath(pattern="^[0-9a-f]{16}$", description="a run, as /api/runs names it")]
+Key = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Token = Annotated[
+    str, Field(pattern="^[0-9A-Za-z-]{8,64}$", description="the sender's name for the request: once is enough")
+]
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+
+
+class Sent(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class AnswerSent(Sent):
+    request: Token
+    kind: Literal["label", "skip", "unsure"]
+    tasks: Annotated[list[Key], Field(min_length=1, max_length=64)]
+    class_: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, alias="class")
+
+
+class UndoSent(Sent):
+    request: Token
+    of: Token | None = None
+
+
+class ClassSent(Sent):
+    request: Token
+    name: Name
+
+
+class NameSent(Sent):
+    name: Name
+
+
+def make_app(site: Site) -> FastAPI:
+    """Without any check of who asks: `Safe` goes around it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(site.follow())
+        yield
+        following.cancel()
+        with suppress(asyncio.CancelledError):
+            await following
+        await asyncio.to_thread(site.close)
+
+    app = FastAPI(
+        title="StreamCLR",
+        version=version("streamclr"),
+        openapi_url="/api/openapi.json",
+        docs_url=None,  # these load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,  # the address that it would send on to may have the token in it
+        lifespan=lifespan,
+        responses={404: {"description": "no such run or picture"}},
+    )
+    static = {file.name: file.read_bytes() for file in (files("streamclr.web") / "static").iterdir()}
+    asking = threading.Lock()
+
+    def known(run: str) -> str:
+        if run not in site.views:
+            raise HTTPException(404, "no such run")
+        return run
+
+    def file(name: str) -> Response:
+        if name not in static:
+            raise HTTPException(404, "no such file")
+        return Response(static[name], media_type=KINDS["." + name.rpartition(".")[2]])
+
+    @app.get("/", include_in_schema=False)
+    async def dashboard() -> Response:
+        return file("dashboard.html")
+
+    @app.get("/label/{run}", include_in_schema=False)
+    async def label_page(run: str) -> Response:
+        site.opened(known(run))
+        return file("label.html")
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static_file(name: str) -> Response:
+        return file(name)
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return Response(status_code=204)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    @app.get("/api/runs")
+    async def runs() -> dict[str, Any]:
+        """The runs that are shown."""
+        return {"runs": [{"id": run, **view.about()} for run, view in site.views.items()]}
+
+    @app.get("/api/live", include_in_schema=False)  # it never ends
+    async def live() -> StreamingResponse:
+        if site.is_full:
+            raise HTTPException(503, f"{MOST_CLIENTS} clients follow already")
+        return StreamingResponse(site.listen(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    @app.get("/api/runs/{run}/wall")
+    async def wall(run: Run) -> dict[str, Any]:
+        """The buffer as it was last written: pictures, scores, ages, map, and what left."""
+        content = site.walls[known(run)].content
+        sheet = f"/api/runs/{run}/sheets/{content['version']}" if content["version"] else None
+        return content | {"picture": sheet}
+
+    @app.get("/api/runs/{run}/sheets/{version}", response_class=Response)
+    async def sheet(run: Run, version: Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]) -> Response:
+        """All pictures of the buffer in one PNG."""
+        picture = site.walls[known(run)].sheets.get(version)
+        if picture is None:
+            raise HTTPException(404, "no such picture: there is a newer one")
+        return Response(picture, media_type="image/png", headers=FOR_A_DAY)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def worker(run: str) -> Any:
+        with asking:
+            return site.worker(known(run))
+
+    def state(run: str) -> dict[str, Any]:
+        content = worker(run).asking.state()
+        content["message"] = shown(content["message"])
+        for task in content["next"]:
+            for picture in (task, *task["alike"]):
+                picture["picture"] = f"/api/runs/{run}/pictures/{picture['id']}"
+        return content
+
+    @app.get("/api/runs/{run}/labels")
+    def labels(run: Run) -> dict[str, Any]:
+        """What to ask next, the classes, the progress and the classifier's accuracy."""
+        return state(run)
+
+    @app.get("/api/runs/{run}/pictures/{key}", response_class=Response)
+    def picture(run: Run, key: Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]) -> Response:
+        """The image of a question."""
+        found = worker(run).asking.labels.picture(key)
+        if found is None:
+            raise HTTPException(404, "no such picture")
+        return Response(found, media_type="image/png", headers=FOR_A_DAY)
+
+    @app.post("/api/runs/{run}/labels")
+    def answer(run: Run, sent: AnswerSent) -> dict[str, Any]:
+        """An answer for one image or several; it is on the disk when this returns."""
+        one = worker(run)
+        one.asking.labels.answer(sent.request, sent.kind, sent.tasks, sent.class_)
+        one.wake()
+        return state(run)
+
+    @app.post("/api/runs/{run}/labels/undo")
+    def undo(run: Run, sent: UndoSent) -> dict[str, Any]:
+        """Take back the answer of the request `of`, or the last answer."""
+        one = worker(run)
+        one.asking.labels.undo(sent.request, sent.of)
+        one.wake()
+        return state(run)
+
+    @app.post("/api/runs/{run}/classes")
+    def add_class(run: Run, sent: ClassSent) -> dict[str, Any]:
+        worker(run).asking.labels.add_class(sent.name, sent.request)
+        return state(run)
+
+    @app.put("/api/runs/{run}/classes/{number}")
+    def rename_class(run: Run, number: Annotated[int, InPath(ge=1, lt=2**31)], sent: NameSent) -> dict[str, Any]:
+        worker(run).asking.labels.rename_class(number, sent.name)
+        return state(run)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def refuse(_: Request, error: Exception) -> JSONResponse:
+        status = 409 if isinstance(error, Conflict) else 404 if isinstance(error, Missing) else 422
+        return JSONResponse({"detail": " ".join(shown(str(error)).split())}, status)
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        """In one line, without what was sent, which need not be text that can be sent back."""
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        told = f"{'.'.join(str(part)[:100] for part in first['loc'])}: {first['msg']}"
+        return JSONResponse({"detail": " ".join(told.encode("ascii", "replace").decode().split())}, 422)
+
+    async def no_disk(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": f"not saved ({error})"}, 507)
+
+    app.add_exception_handler(UserError, refuse)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(sqlite3.OperationalError, no_disk)
+    app.add_exception_handler(sqlite3.ProgrammingError, no_disk)  # closed, because its run was deleted
+    return app

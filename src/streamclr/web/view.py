@@ -1,0 +1,281 @@
+"""A run as pages see it, read from its directory alone: its journal as it grows, its state, its health."""
+
+import json
+import math
+import os
+import time
+from collections import deque
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from streamclr.base.options import redacted, split
+from streamclr.records.directory import RunDirectory
+from streamclr.runs.loop import COLLAPSED, N_COLLAPSED
+
+MOST_POINTS = 1000  # of a chart
+WHOLE = 8 * 2**20  # bytes of a journal that are read from its beginning; of a longer one, samples
+WAITING = 30.0  # seconds without a step after which a run waits
+COLUMNS = ("step", "seen", "time", "loss", "score", "replaced", "rescored", "spread", "rate", "memory", "accuracy")
+Point = dict[str, float | None]
+
+
+class JournalTail:
+    """The steps of a run so far, thinned to what a chart can show, and those that came since the last look."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.points: list[Point] = []
+        self.recent: deque[Point] = deque(maxlen=500)  # not thinned
+        self.last: dict[str, Any] = {}
+        self._every, self._n, self._offset, self._rest = 1, 0, 0, b""
+        self.n_ranks = 1
+        self._rate: float | None = None
+
+    def read(self) -> tuple[bool, list[Point]]:
+        """Whether the journal began anew, and the new points, at most MOST_POINTS."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:  # not there yet, or no more: what was shown stays
+            return False, []
+        anew = size < self._offset
+        if anew:
+            self._forget()
+        # The journal is the first rank's; the others of this machine have a directory each.
+        self.n_ranks = 1 + sum(1 for _ in (self.path.parent / "ranks").glob("*"))
+        if size == self._offset:
+            return anew, []
+        new: list[Point] = []
+        with self.path.open("rb") as file:
+            if size - self._offset > WHOLE:
+                new += self._sample(file, size)
+            file.seek(self._offset)
+            lines = (self._rest + file.read(size - self._offset)).split(b"\n")
+        self._offset, self._rest = size, lines.pop()
+        new += [point for line in lines if (point := self._point(line))]
+        return anew, new[:: -(-len(new) // MOST_POINTS)] if new else []
+
+    def _sample(self, file: Any, size: int) -> list[Point]:
+        """Lines at even distances, up to where the rest is read in full."""
+        end = size - WHOLE // 8
+        found = []
+        for place in range(self._offset, end, max(1, (end - self._offset) // MOST_POINTS)):
+            file.seek(place)
+            file.readline()  # the rest of one
+            if file.tell() < end and (point := self._point(file.readline())):
+                found.append(point)
+        file.seek(end)
+        file.readline()
+        self._offset, self._rest = file.tell(), b""
+        return found
+
+    def _point(self, line: bytes) -> Point | None:
+        try:
+            step = json.loads(line)
+            point = self._columns(step)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None  # damaged
+        self.last = step
+        self.recent.append(point)
+        if self._n % self._every == 0 or point["accuracy"] is not None:
+            self.points.append(point)
+        self._n += 1
+        if len(self.points) > 2 * MOST_POINTS:
+            self._every *= 2
+            self.points = self.points[::2]
+        return point
+
+    def _columns(self, step: dict[str, Any]) -> Point:
+        held = step["kept"] + step["replaced"]
+        point: Point = {name: step.get(name) for name in COLUMNS}
+        point |= {"step": step["number"], "replaced": step["replaced"] / max(1, held), "rate": self._speed(step)}
+        point["seen"] = step["seen"] * self.n_ranks
+        return {name: value if isinstance(value, int | float) else None for name, value in point.items()}
+
+    def _speed(self, step: dict[str, Any]) -> float | None:
+        """Images a second between the last two steps, smoothed; pauses count, as the owner of a camera sees it."""
+        before = self.last
+        if not all(isinstance(one.get("time"), int | float) for one in (before, step)):
+            return self._rate
+        images, seconds = step["seen"] - before["seen"], step["time"] - before["time"]
+        if images > 0 and seconds > 0:
+            speed = self.n_ranks * images / seconds
+            self._rate = speed if self._rate is None else 0.9 * self._rate + 0.1 * speed
+        return self._rate
+
+
+class RunView:
+    """One run: what its directory says now. `update` is called about once a second, for all clients together."""
+
+    def __init__(self, path: Path):
+        self.directory = RunDirectory.existing(path)
+        self.path = self.directory.path.resolve()
+        self._identity = self._identify()
+        self.name = self.path.name
+        self.config = self.directory.config
+        self.journal = JournalTail(self.path / "journal.jsonl")
+        self.events: deque[dict[str, Any]] = deque(maxlen=20)
+        self._events_offset = 0
+        self.state = "stopped"
+        self._told: dict[str, Any] = {}  # the last status.json
+
+    def _identify(self) -> tuple[int, int]:
+        file = (self.path / "config.json").stat()
+        return file.st_ino, file.st_mtime_ns
+
+    def is_another(self) -> bool:
+        """Whether another run is in its place now."""
+        try:
+            return self._identify() != self._identity
+        except OSError:
+            return False
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "name": shown(self.name),
+            "source": shown(self.config.source),
+            "policy": split(self.config.policy)[0],
+            "state": self.state,
+            "can_label": self.config.label_budget is not None,
+        }
+
+    def update(self) -> tuple[bool, list[Point]]:
+        """The new points of the journal, as `JournalTail.read` gives them."""
+        self._told = _json(self.path / "status.json")
+        self._read_events()
+        found = self.journal.read()
+        self.state = self._find_state()
+        return found
+
+    def _find_state(self) -> str:
+        if (self.path / "results.json").exists():
+            return "finished"
+        try:
+            if not self.directory.is_learning:
+                return "stopped"
+        except OSError:
+            return "stopped"
+        last = self.journal.last.get("time")
+        return "waiting" if last is None or time.time() - last > WAITING else "learning"
+
+    def _read_events(self) -> None:
+        try:
+            with (self.path / "events.jsonl").open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                start = max(self._events_offset if size >= self._events_offset else 0, size - 65536)
+                file.seek(start)
+                lines = file.read().split(b"\n")
+                self._events_offset = size - len(lines[-1])
+        except OSError:
+            return
+        for line in lines[:-1]:
+            try:
+                event = json.loads(line)
+                self.events.append({"time": event["time"], "step": event["step"], "event": shown(event["event"])})
+            except (ValueError, KeyError, TypeError):
+                continue  # damaged, or the rest of a line
+
+    def status(self) -> dict[str, Any]:
+        last, told = self.journal.last, self._told
+        alive = self.state in ("learning", "waiting")
+        account, seen = told.get("account"), last.get("seen", 0) * self.journal.n_ranks
+        if self.state == "finished":
+            results = _json(self.path / "results.json")
+            account, seen = results.get("account", account), results.get("images", seen)
+        rate = self.journal.recent[-1]["rate"] if self.journal.recent and self.state == "learning" else None
+        return {
+            "state": self.state,
+            "step": last.get("number", 0),
+            "seen": seen,
+            "images": self.config.images,
+            "rate": rate,
+            "memory": last.get("memory") if alive else None,
+            "account": account,
+            "kept_out": last.get("kept_out"),
+            "health": self._health(),
+            "events": list(self.events),
+            "checkpoint": told.get("checkpoint"),
+            "sources": self._sources,
+        }
+
+    def _health(self) -> list[dict[str, Any]]:
+        """What somebody who looks after the run should know, the good news included."""
+        recent = list(self.journal.recent)
+        found = []
+        spreads = [p["spread"] for p in recent[-N_COLLAPSED:] if p["spread"] is not None]
+        if spreads:
+            collapsed = len(spreads) == N_COLLAPSED and max(spreads) < COLLAPSED
+            text = "all projections are alike: lower the learning rate" if collapsed else "projections differ"
+            found.append(_item("collapse", not collapsed, f"{text} (spread {spreads[-1]:.2g})"))
+        found.append(self._drift(recent))
+        if failures := self._told.get("checkpoint_failures"):
+            found.append(_item("disk", False, f"{failures} checkpoints could not be written"))
+        if undone := self._told.get("undone"):
+            found.append(_item("numbers", False, f"{undone} steps were undone, their numbers were not finite"))
+        for name, source in self._sources.items():
+            text = "frames come" if source["connected"] else "no frames, it is tried again"
+            found.append(_item("source", source["connected"], f"{name}: {text}, lost {source['lost']} times"))
+        return found
+
+    @property
+    def _sources(self) -> dict[str, Any]:
+        told = self._told.get("sources")
+        return {
+            shown(name): {"connected": bool(source.get("connected")), "lost": source.get("lost", 0)}
+            for name, source in (told.items() if isinstance(told, dict) else ())
+            if isinstance(source, dict)
+        }
+
+    def _drift(self, recent: list[Point]) -> dict[str, Any]:
+        """The stream has changed if the last steps replace far more, or far less, than those before them did."""
+        shares = [p["replaced"] for p in recent if p["replaced"] is not None]
+        before, now = shares[:-N_NOW], shares[-N_NOW:]
+        if len(before) < N_BEFORE:
+            return _item("drift", True, f"not known before step {N_NOW + N_BEFORE}")
+        old, new = fmean(before), fmean(now)
+        noise = pstdev(before) / math.sqrt(N_NOW) + 0.005
+        text = f"{100 * new:.1f} % replaced in the last {N_NOW} steps, {100 * old:.1f} % before"
+        return _item("drift", abs(new - old) < 6 * noise, text)
+
+
+N_NOW, N_BEFORE = 20, 50  # steps that drift is told from
+
+
+def shown(text: str) -> str:
+    """Text as it may be sent: without passwords, and without the bytes of file names that are no text."""
+    return redacted(text).encode("utf-8", "replace").decode()
+
+
+def columns(points: list[Point]) -> dict[str, list[float | None]]:
+    return {name: [point[name] for point in points] for name in COLUMNS}
+
+
+def thinned(points: list[Point]) -> list[Point]:
+    return list(islice(points, 0, None, max(1, -(-len(points) // MOST_POINTS))))
+
+
+def _item(what: str, ok: bool, text: str) -> dict[str, Any]:
+    return {"what": what, "ok": ok, "text": text}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def find_runs(paths: list[Path]) -> list[Path]:
+    """Run directories among these, and in those that hold some."""
+    found: list[Path] = []
+    for path in paths:
+        if (path / "config.json").is_file():
+            found.append(path)
+        else:
+            found += sorted(config.parent for config in path.glob("*/config.json"))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,152 @@
+"""The buffer as a wall of pictures: one sheet of all of them, a map of their features, and why others left."""
+
+import io
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from streamclr.base.errors import UserError
+from streamclr.base.tensors import load_metadata, load_tensors
+
+COLUMNS = 16  # pictures in a row of the sheet
+LARGEST = 64  # pixels of a picture's side in the sheet
+MOST = 1024  # pictures in it, so that a large buffer does not choke a phone
+
+WHY = {
+    "fifo": "the oldest made room",
+    "random": "not in the random draw",
+    "reservoir": "its place was drawn for a newer one",
+    "k-center": "near others that stayed",
+}
+
+
+class Wall:
+    """The last picture of the buffer that a run wrote."""
+
+    def __init__(self, path: Path, policy: str):
+        self.file, self.policy = path / "buffer.safetensors", policy
+        self.version = ""
+        self.sheets: dict[str, bytes] = {}  # the last two, by version: a client may be about to ask for the older
+        self.content: dict[str, Any] = {"version": "", "picture": None, "cells": [], "left": [], "n": 0}
+        self._changed = 0
+        self._axes: Tensor | None = None
+
+    def update(self) -> bool:
+        """Read it again if it has changed; whether it has."""
+        try:
+            changed = self.file.stat().st_mtime_ns
+            if changed == self._changed:
+                return False
+            tensors, metadata = load_tensors(self.file), load_metadata(self.file)
+        except (OSError, UserError):  # none yet, or damaged
+            return False
+        self._changed = changed
+        if not len(tensors["images"]):  # of a run that was stopped before its first step
+            return False
+        self._show(tensors, json.loads(metadata.get("about", "{}")))
+        return True
+
+    def _show(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        images, left = tensors["images"][:MOST], tensors.get("left_images", tensors["images"][:0])
+        scores, ages, arrivals = (tensors[name][:MOST] for name in ("scores", "ages", "arrivals"))
+        points: list[tuple[float | None, float | None]] = [(None, None)] * len(images)
+        if "features" in tensors:
+            points = [*self._map(tensors["features"][:MOST])]
+        lowest = float(scores.min()) if len(scores) and not bool(scores.isnan().any()) else None
+        cells = [
+            {"arrival": arrival, "score": _number(score), "age": age, "entered": age == 0, "x": x, "y": y}
+            for arrival, score, age, (x, y) in zip(
+                arrivals.tolist(), scores.tolist(), ages.tolist(), points, strict=True
+            )
+        ]
+        gone = (
+            [
+                {"cell": len(images) + i, "arrival": arrival, "score": _number(score), "age": age}
+                | {"why": self._why(_number(score), lowest, about.get("guards", {}).get(str(arrival)))}
+                for i, (arrival, score, age) in enumerate(
+                    zip(
+                        *(tensors[f"left_{name}"][:MOST].tolist() for name in ("arrivals", "scores", "ages")),
+                        strict=True,
+                    )
+                )
+            ]
+            if "left_scores" in tensors
+            else []
+        )
+        sheet, cell = make_sheet(torch.cat([images, left[:MOST]]))
+        self.version = secrets.token_hex(16)
+        self.sheets = dict([*self.sheets.items(), (self.version, sheet)][-2:])
+        self.content = {
+            "version": self.version,
+            "step": about.get("step"),
+            "columns": COLUMNS,
+            "cell": cell,
+            "n": len(cells) + len(gone),
+            "policy": self.policy,
+            "lowest": lowest,
+            "cells": cells,
+            "left": gone,
+        }
+
+    def _why(self, score: float | None, lowest: float | None, guard: str | None) -> str:
+        if guard:
+            return f"hidden by the guard against {GUARDED[guard]}"
+        if self.policy in WHY:
+            return WHY[self.policy]
+        if score is None or lowest is None:
+            return "others were preferred"
+        return f"score {score:.3f}, the lowest that stayed {lowest:.3f}"
+
+    def _map(self, features: Tensor) -> list[tuple[float, float]]:
+        """The two directions in which the features differ most; turned as they were the last time, so that it does not
+        jump from one picture to the next."""
+        centred = features.double() - features.double().mean(0)
+        if len(features) < 3 or not bool(centred.any()):
+            return [(0.0, 0.0)] * len(features)
+        axes = torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
+        if axes.shape[1] < 2:  # one feature
+            axes = torch.nn.functional.pad(axes, (0, 1))
+        if self._axes is not None and self._axes.shape == axes.shape:
+            u, _, v = torch.linalg.svd(axes.T @ self._axes)
+            axes = axes @ u @ v
+        self._axes = axes
+        plane = centred @ axes
+        plane = plane / plane.abs().amax(0).clamp(min=1e-9)
+        return [(round(x, 4), round(y, 4)) for x, y in plane.tolist()]
+
+
+GUARDED = {
+    "stay": "images that stay too long",
+    "duplicates": "duplicates",
+    "quarantine": "what never gets easier",
+    "smear": "smears",
+    "noise": "noise",
+    "blank": "blank frames",
+}
+
+
+def make_sheet(images: Tensor) -> tuple[bytes, int]:
+    """A PNG of pictures in rows of COLUMNS, and the side of each in pixels."""
+    side = images.shape[-1]
+    while side > LARGEST:
+        side = -(-side // 2)
+    n_rows = -(-len(images) // COLUMNS)
+    sheet = Image.new("RGB", (COLUMNS * side, max(1, n_rows) * side))
+    for i, image in enumerate(images):
+        picture = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy()))
+        if picture.size != (side, side):
+            picture = picture.resize((side, side), Image.Resampling.BOX)
+        sheet.paste(picture, (i % COLUMNS * side, i // COLUMNS * side))
+    data = io.BytesIO()
+    sheet.save(data, "PNG", compress_level=1)
+    return data.getvalue(), side
+
+
+def _number(value: float) -> float | None:
+    return round(value, 5) if value == value else None
