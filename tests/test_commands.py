@@ -10,7 +10,7 @@ from streamclr.cli.entry import COMMANDS
 
 def test_every_command_is_on_the_command_line():
     made = {name for name in vars(commands) if name.endswith("_command")}
-    assert made == {c.place.partition(":")[2] for c in COMMANDS.values() if c.place.startswith("commands:")}
+    assert made == {c.place.partition(":")[2] for c in COMMANDS.values() if c.place.startswith("cli.commands:")}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

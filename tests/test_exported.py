@@ -190,7 +190,7 @@ import random, sys
 from pathlib import Path
 import numpy as np
 from streamclr import UserError, wire
-from streamclr.exported import SEAL, open_exported, sealed
+from streamclr.models.formats.reader import SEAL, open_exported, sealed
 whole, file = Path(sys.argv[1]).read_bytes()[: -len(SEAL) - 64], Path(sys.argv[2])
 is_graph = np.ones(len(whole), bool)
 start = np.frombuffer(whole, np.uint8).ctypes.data

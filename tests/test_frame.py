@@ -297,7 +297,7 @@ from contextlib import suppress
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from malformed import malformed, whole_images
-from streamclr.frame import BadFrame, decode, dimensions
+from streamclr.streams.frame import BadFrame, decode, dimensions
 warnings.simplefilter("error")
 
 def peak():
