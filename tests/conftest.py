@@ -1,4 +1,3 @@
-import dataclasses
 import signal
 from contextlib import closing
 
@@ -7,14 +6,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from streamclr import resnet18
-from streamclr.base.files import write_json
-from streamclr.base.tensors import save_tensors
-from streamclr.classifier import Head
-from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.records.directory import RunDirectory
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
+from support.runs import made_run
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -52,35 +45,10 @@ def model():
     return model
 
 
-def random_images(n, size=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
-
-
-def made_run(path, size=32, **options):
-    """A run directory with a model that has seen a few images."""
-    config = RunOptions(size=size, **{"width": 4, "stem": "small"} | options)
-    directory = RunDirectory(path)
-    path.mkdir()
-    write_json(path / "config.json", dataclasses.asdict(config))
-    torch.manual_seed(0)
-    model = ContrastiveModel(make_encoder(config))
-    for seed in range(3):
-        model(random_images(16, size, seed) / 255)
-    head = Head(model.n_features, 5)
-    head.fit_scale(infer(model, random_images(64, size), model.features))
-    torch.nn.init.normal_(head.linear.weight, std=0.3)
-    directory.save_model(model)
-    directory.save_classifiers({1.0: head}, tuple("abcde"))
-    save_tensors(path / "buffer.safetensors", {"images": random_images(48, size)})
-    directory.save_results({"images": 48, "labels": {}})
-    return directory
-
-
 @pytest.fixture
 def serve():
-    """Starts a server as `pages.Served` does; all that were started end with the test."""
-    from pages import Served
+    """Starts a server as `support.pages.Served` does; all that were started end with the test."""
+    from support.pages import Served
 
     started = []
 
@@ -107,7 +75,7 @@ def shipped_run(tmp_path_factory):
 @pytest.fixture
 def held_port():
     """A port at which a server may be started again and again: nobody else is given it in between."""
-    from camera import HeldPort
+    from support.camera import HeldPort
 
     with closing(HeldPort()) as port:
         yield port.number
@@ -116,7 +84,7 @@ def held_port():
 @pytest.fixture
 def camera():
     """Makes cameras that send over the network; all are closed at the end."""
-    from camera import Camera
+    from support.camera import Camera
 
     cameras = []
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from playwright.sync_api import expect
 
-from pages import Served, browser
 from streamclr.labelling.store import Labels
 from streamclr.streams.stream import open_stream
+from support.pages import Served, browser
 
 OUT = Path(__file__).parent.parent / "docs" / "images"
 SOURCE = "synthetic:?stc=100&seed=0"

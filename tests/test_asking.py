@@ -13,59 +13,17 @@ import torch.nn.functional as F
 
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import write_json
-from streamclr.encoders.inference import seeded
-from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling import session as asking_module
-from streamclr.labelling.candidates import Candidates, read_candidates
+from streamclr.labelling.candidates import read_candidates
 from streamclr.labelling.session import N_AHEAD, N_ALIKE, Asking, Worker, wilson
 from streamclr.labelling.store import Labels
 from streamclr.records.checkpoints import Pace
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
 from streamclr.runs.run import run
-from test_run import make_folder
-
-SIZE, COLOURS = 16, 3
-
-
-def colours(n, seed=0):
-    """Images of three classes, told apart by their colour; the class of an image is its number modulo 3."""
-    generator = torch.Generator().manual_seed(seed)
-    images = F.interpolate(torch.randint(100, (n, 3, 4, 4), generator=generator).float(), SIZE, mode="bicubic")
-    images = images.clamp(0, 120).byte() + torch.randint(10, (n, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
-    images[torch.arange(n), torch.arange(n) % COLOURS] += 100
-    return images
-
-
-def make_run(path, images=None, budget="30", finished=True, step=None, **options):
-    """A run directory with a label queue, without a run: an encoder that has learned nothing."""
-    images = colours(90) if images is None else images
-    settings = {"source": "synthetic:", "images": len(images), "size": SIZE, "width": 1, "stem": "small"} | options
-    path.mkdir(exist_ok=True)
-    write_json(path / "config.json", dataclasses.asdict(RunOptions(label_budget=budget, **settings)))
-    candidates = Candidates(path / "candidates.bin", len(images), (3, SIZE, SIZE))
-    candidates.offer(images, 0)
-    candidates.close()
-    if step is not None:
-        reach(path, step)
-    if finished:
-        finish(path)
-    return path
-
-
-def encoder(path, seed=0):
-    with seeded(seed):
-        return ContrastiveModel(make_encoder(RunDirectory(path).config))
-
-
-def reach(path, step):
-    RunDirectory(path).checkpoints.save(step, {"learner": {"model": encoder(path, step).state_dict()}})
-
-
-def finish(path):
-    RunDirectory(path).save_model(encoder(path))
-    RunDirectory(path).save_results({"labels": {}})
+from support.images import make_folder
+from support.labelling import COLOURS, SIZE, colours, finish, keys, make_run, opened, reach
+from support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -87,27 +45,9 @@ def asking(chosen, tmp_path):
     one.close()
 
 
-def opened(path, **how):
-    one = Asking(RunDirectory(path))
-    one.prepare(**how)
-    return one
-
-
-def keys(one):
-    return [question.key for question in one.labels.questions()]
-
-
 def answer_all(one, n=None, class_of=lambda question: question.rank % 3 + 1):
     for i, question in enumerate(one.questions[:n]):
         one.labels.answer(f"answer-{i}", "label", [question.key], class_of(question))
-
-
-def until(condition, seconds=60):
-    """Wait until it is true; the time is one after which it will never be, on the slowest machine."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

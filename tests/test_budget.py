@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from conftest import random_images
 from streamclr import Learner, UserError, resnet18
 from streamclr.compute.memory import MIB, parse_size, resident
+from support.images import random_images
 
 
 @pytest.mark.parametrize(

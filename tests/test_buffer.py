@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import random_images
 from streamclr import Buffer, UserError
+from support.images import random_images
 
 
 def numbered(first, n):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import random_images
 from streamclr.base.errors import UserError
 from streamclr.labelling.candidates import Candidates, place, read_candidates
 from streamclr.records.label_budget import LabelBudget, n_that_fit
+from support.images import random_images
 
 
 def filled(path, n, capacity=20, seed=0, size=8, segment=7):

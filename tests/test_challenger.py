@@ -28,8 +28,8 @@ from streamclr.runs.challenger import (
 )
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.streams.stream import open_stream
-from test_asking import COLOURS, colours, encoder, make_run, until
-from test_served import make_version
+from support.labelling import COLOURS, colours, encoder, make_run, make_version
+from support.waiting import until
 
 NAMES = ("red", "green", "blue")
 

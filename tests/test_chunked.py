@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import random_images
 from streamclr import Learner, UserError, resnet18, resnet34, resnet50
 from streamclr.compute.chunked import backward
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.loss import nt_xent
+from support.images import random_images
 
 
 def gradient(model):

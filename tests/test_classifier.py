@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import random_images
 from streamclr import UserError, resnet18
 from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
 from streamclr.runs.evaluation import curve_point, evaluate, evaluate_supervised, extract, train_supervised
 from streamclr.streams.datasets.images import ArrayImages
+from support.images import random_images
 
 NAMES = ("ant", "bee", "cat")
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from streamclr.cli.entry import main
-from test_run import make_folder
+from support.images import make_folder
 
 FAST = ["--width", "2", "--buffer", "8", "--images", "40", "--probes", "2", "--stc", "5", "--lr", "1e-3"]
 

@@ -63,9 +63,9 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def job(tmp_path):
-    """Makes jobs of `sweep_jobs`."""
+    """Makes jobs of `support.sweep_jobs`."""
     return lambda function, name, **rest: Job(
-        name, f"sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}, **rest
+        name, f"support.sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}, **rest
     )
 
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import random_images
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.sweeps.compare import PROBE, demo, pixel_probe, run_for_compare
+from support.images import random_images
 
 
 def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():

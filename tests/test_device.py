@@ -4,7 +4,6 @@ from contextlib import closing
 import pytest
 import torch
 
-from conftest import random_images
 from streamclr import UserError
 from streamclr.classifier import Head
 from streamclr.encoders.projection import ContrastiveModel
@@ -14,6 +13,7 @@ from streamclr.models.pretrained import from_pretrained
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
+from support.images import random_images
 
 
 @pytest.fixture

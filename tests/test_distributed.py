@@ -1,25 +1,17 @@
-"""Several processes, one encoder. What they do is in rank_jobs.py; whole runs of several ranks are in test_ranks.py."""
+"""Several processes, one encoder. Their jobs are in support/rank_jobs.py; whole runs in test_ranks.py."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import rank_jobs
 from streamclr.base.errors import UserError
 from streamclr.compute.ranks import Alone, join
+from support import rank_jobs
+from support.processes import torchrun
 
 JOBS = Path(rank_jobs.__file__)
-
-
-def torchrun(n, *command):
-    """The words that start a job of n processes on this machine, and their environment."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command]
-    path = os.pathsep.join([str(JOBS.parent), *filter(None, sys.path)])
-    return words, os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def found_by(n, path, *names):

@@ -3,7 +3,6 @@ import json
 
 import pytest
 
-from camera import Camera
 from streamclr import Learner
 from streamclr.base.progress import Progress
 from streamclr.cli.entry import main
@@ -11,6 +10,7 @@ from streamclr.runs.doctor import diagnose as doctor
 from streamclr.runs.doctor.diagnose import DoctorOptions, checkpoint_hours, diagnose, suggested
 from streamclr.runs.doctor.diagnosis import Measured
 from streamclr.runs.doctor.machine import GIB
+from support.camera import Camera
 
 FAST = ["--width", "2", "--buffer", "8", "--size", "16"]
 STEP = Measured(scoring=1.0, training=3.0, n_frames=100, checkpoint=100 * 2**20)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import random_images
 from streamclr import resnet18
 from streamclr.classifier import Head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.models.shipped import Shipped
+from support.images import random_images
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

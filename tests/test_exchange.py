@@ -16,7 +16,7 @@ from streamclr.labelling.exchange import HEAD, export_labels, import_labels
 from streamclr.labelling.session import Asking
 from streamclr.labelling.store import Labels, Question
 from streamclr.records.directory import RunDirectory
-from test_asking import SIZE, colours, keys, make_run, opened, reach
+from support.labelling import SIZE, colours, keys, make_run, opened, reach
 
 NAMES = ["cat", 'Größe, "XL"', "=cmd|' /C calc'!A0", "+1", "-1", "@home", "'tis", "''", "猫 <&>", "a;b", "{choices}"]
 

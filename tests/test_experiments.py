@@ -10,19 +10,19 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import random_images
 from streamclr import UserError
 from streamclr.base.files import write_json
 from streamclr.cli.entry import main
 from streamclr.experiments import EXPERIMENTS, _place
-from streamclr.experiments import lab as lab_module
 from streamclr.experiments.beyond.iid import at_equal_seconds
 from streamclr.experiments.findings import Findings, against, images_to_reach, spread
 from streamclr.experiments.paper.gradient import eq4
 from streamclr.streams.datasets import registry as data
+from streamclr.sweeps import lab as lab_module
 from streamclr.sweeps.job import Clock, do_job
 from streamclr.sweeps.lab import Lab
-from test_asking import until
+from support.images import random_images
+from support.waiting import until
 
 
 def write_cifar10(directory, n_each=100, n_test=5):

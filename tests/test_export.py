@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import made_run, random_images
 from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.encoders.inference import infer
@@ -22,11 +21,13 @@ from streamclr.models import export as export_module
 from streamclr.models.export import FORMATS, describe, export, make_onnx, make_torch
 from streamclr.models.formats.quantise import Calibration
 from streamclr.models.parity import Parity, compare
-from streamclr.models.shipped import Shipped, resampling, scaled
+from streamclr.models.shipped import resampling, scaled
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.streams import frame
+from support.images import random_images
+from support.runs import made_run, shipped_of
 
 onnx = pytest.importorskip("onnx")
 
@@ -58,11 +59,6 @@ def onnx_file(finished):
 @pytest.fixture(scope="module")
 def torch_file(finished):
     return export(finished, "torch")
-
-
-def shipped_of(directory):
-    model, _ = directory.newest_model()
-    return Shipped(model, directory.load_classifier()[0], directory.config.size)
 
 
 def exact(directory, images):

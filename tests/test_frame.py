@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image, ImageCms
 
-from malformed import malformed, png_with_size
 from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.account import Account
 from streamclr.streams.frame import REASONS, BadFrame, decode, dimensions, square
+from support.malformed import malformed, png_with_size
 
 
 def encoded(image, format="PNG", **options):
@@ -296,7 +296,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from malformed import malformed, whole_images
+from support.malformed import malformed, whole_images
 from streamclr.streams.frame import BadFrame, decode, dimensions
 warnings.simplefilter("error")
 

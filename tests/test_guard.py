@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from conftest import random_images
 from streamclr import ContrastScoring, FIFOReplace, Guarded, Learner, RandomReplace, UserError, open_stream, resnet18
 from streamclr import guards as guard_module
 from streamclr.buffer import Buffer, Pool
@@ -18,6 +17,7 @@ from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolved
 from streamclr.runs.assemble import make_policy
+from support.images import random_images
 
 
 def photographs(n, seed=0, size=32):

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from conftest import random_images
 from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
 from streamclr.base.cache import cache_dir
 from streamclr.buffer import Buffer, Pool
@@ -16,6 +15,7 @@ from streamclr.encoders.inference import inference_mode
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.score import rank_correlation
 from streamclr.views import flip
+from support.images import random_images
 
 
 def trained(make, size=32, steps=6, **options):

@@ -49,14 +49,16 @@ def test_how_far_it_is_says_the_last_whole_line(tmp_path):
 
 def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "nothing"))
-    Job("one", "sweep_jobs:count", {"source": "tiny-imagenet-20?stc=10"}).write(tmp_path)
+    Job("one", "support.sweep_jobs:count", {"source": "tiny-imagenet-20?stc=10"}).write(tmp_path)
     with pytest.raises(UserError, match=r"cannot get Tiny ImageNet-20 .*--from PATH"):
         do_job(tmp_path, Clock(tmp_path))
 
 
 def test_its_process_ends_with_whoever_started_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)]))
-    process = Job("one", "sweep_jobs:sleep", {"told": str(tmp_path), "name": "begun"}).start(tmp_path / "job", 1)
+    process = Job("one", "support.sweep_jobs:sleep", {"told": str(tmp_path), "name": "begun"}).start(
+        tmp_path / "job", 1
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

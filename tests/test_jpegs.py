@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from camera import jpeg
 from streamclr.streams.cameras.jpegs import JpegSplitter
+from support.camera import jpeg
 
 IMAGES = [jpeg(number, size) for number, size in ((1, (64, 64)), (2, (40, 30)), (3, (200, 100)))]
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import random_images
 from streamclr import (
     ContrastScoring,
     FIFOReplace,
@@ -20,6 +19,7 @@ from streamclr import (
 )
 from streamclr.compute.ranks import Alone
 from streamclr.policy import POLICIES
+from support.images import random_images
 
 
 def make(policy=None, **options):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from camera import RtspCamera, jpeg, number_of, write_clip
 from streamclr import UserError, open_stream
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
@@ -22,7 +21,8 @@ from streamclr.runs.run import run
 from streamclr.streams.account import Account
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.stream import LiveStream
-from test_asking import until
+from support.camera import RtspCamera, jpeg, number_of, write_clip
+from support.waiting import until
 
 av = pytest.importorskip("av")
 

@@ -17,7 +17,8 @@ from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
-from test_run import make_folder
+from support.damage import at_steps, break_gradient, break_moment, break_statistic, break_weight
+from support.images import make_folder
 
 
 @pytest.fixture
@@ -30,38 +31,6 @@ def config(tmp_path):
 
 def events(path):
     return [json.loads(line)["event"] for line in (path / "events.jsonl").read_text().splitlines()]
-
-
-def at_steps(monkeypatch, steps, damage):
-    """Damage the learner before it takes the given steps, each once."""
-    left, real = list(steps), Learner.learn_many
-
-    def learn_many(self, images):
-        if self.n_steps + 1 in left:
-            left.remove(self.n_steps + 1)
-            with torch.no_grad():
-                damage(self)
-        return real(self, images)
-
-    monkeypatch.setattr(Learner, "learn_many", learn_many)
-
-
-def break_gradient(learner):
-    """This once."""
-    parameter = learner.model.head[0].weight
-    handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.inf)[1])
-
-
-def break_statistic(learner):
-    learner.encoder.bn1.running_mean[0] = math.nan
-
-
-def break_weight(learner):
-    learner.model.head[2].weight[0, 0] = math.inf
-
-
-def break_moment(learner):
-    learner.optimizer.squares[0].view(-1)[0] = math.nan
 
 
 @pytest.mark.parametrize("damage", [break_gradient, break_statistic, break_weight])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from conftest import random_images
 from streamclr import Learner, UserError, resnet18
 from streamclr.runs import metrics
 from streamclr.runs.metrics import METRICS, Metrics, of_account, of_served, of_step
 from streamclr.streams.account import Account
-from test_asking import until
+from support.images import random_images
+from support.waiting import until
 
 DOCS = Path(__file__).parent.parent / "docs" / "service.md"
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from conftest import random_images
 from streamclr.models.export import export
 from streamclr.models.formats.executorch import LARGEST_SIDE, metadata, open_program
 from streamclr.models.parity import classify
-from test_export import made_run, shipped_of
+from support.images import random_images
+from support.runs import made_run, shipped_of
 
 pytest.importorskip("executorch")
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from pages import ARTEFACTS, browser, finished_run
 from streamclr.labelling.store import Labels
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.stream import open_stream
+from support.pages import ARTEFACTS, browser, finished_run
 
 chromium = pytest.fixture(scope="module")(browser)
 PATIENCE = 60_000  # milliseconds, of a machine that has much else to do

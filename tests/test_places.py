@@ -10,10 +10,10 @@ from streamclr.sweeps.places import Processes, open_place, work
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Makes jobs of `sweep_jobs`."""
+    """Makes jobs of `support.sweep_jobs`."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)]))
     return lambda function, name: Job(
-        name, f"sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}
+        name, f"support.sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}
     )
 
 

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from conftest import random_images
 from streamclr import (
     ContrastScoring,
     FIFOReplace,
@@ -23,6 +22,7 @@ from streamclr.buffer import Buffer, Pool
 from streamclr.encoders.inference import infer
 from streamclr.policy import POLICIES, k_center
 from streamclr.score import contrast_score
+from support.images import random_images
 
 MAKERS = {
     **POLICIES,

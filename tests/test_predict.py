@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from camera import jpeg
-from conftest import random_images
 from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.models.formats.reader import Model
 from streamclr.models.predict import Prediction, csv_writer, json_printer, of_source, table_printer
 from streamclr.streams.datasets import registry as data
 from streamclr.streams.datasets.images import ArrayImages, DatasetSource
-from test_cifar import as_binary, make_batches, write
+from support.camera import jpeg
+from support.cifar import as_binary, make_batches, write
+from support.images import random_images
 
 NOT_THERE = ("torch", "safetensors", "rich", "matplotlib", "onnx", "scipy")
 
@@ -82,7 +82,7 @@ def source_of(kind, pictures, tmp_path):
     (pictures / "3.png").unlink()
     if kind == "watch":
         return f"watch:{pictures}", ["--images", "5"], None
-    from camera import write_clip
+    from support.camera import write_clip
 
     pytest.importorskip("av")
     clip = write_clip(tmp_path / "clip.mp4", n=6)

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from camera import jpeg, write_clip
 from streamclr import UserError, open_stream
 from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.serving import PredictingStream, cut
 from streamclr.streams.account import Account
 from streamclr.streams.stream import LiveStream
-from test_asking import make_run, until
-from test_run import make_folder
-from test_served import CLASSES, make_version
+from support.camera import jpeg, write_clip
+from support.images import make_folder
+from support.labelling import CLASSES, make_run, make_version
+from support.waiting import until
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import nn
 
-from conftest import made_run, random_images
 from streamclr import Card, Learner, Pretrained, UserError, from_pretrained, resnet18, save_pretrained
 from streamclr.base.files import sha256_of, write_json
 from streamclr.classifier import Head
@@ -29,6 +28,8 @@ from streamclr.models.shipped import Shipped
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import make_learner
 from streamclr.score import contrast_score
+from support.images import random_images
+from support.runs import made_run
 
 CLASSES = ["Äpfel", "猫 & <b>", "x,y"]
 CARD = Card(

@@ -2,8 +2,8 @@
 
 import torch
 
-from conftest import random_images
 from streamclr.models.formats.quantise import N_CALIBRATION, Calibration
+from support.images import random_images
 
 
 def among(images, others):

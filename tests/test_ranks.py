@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from camera import write_clip
 from streamclr.base.errors import UserError
 from streamclr.cli.entry import main
 from streamclr.compute.ranks import Alone
@@ -17,8 +16,10 @@ from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
-from test_distributed import torchrun
-from test_run import make_folder, state_sha256
+from support.camera import write_clip
+from support.images import make_folder
+from support.processes import torchrun
+from support.runs import state_sha256
 
 SMALL = ["--buffer", "8", "--width", "1", "--probes", "0", "--fractions", "1"]
 SYNTHETIC = ["--source", "synthetic:?size=8", *SMALL]

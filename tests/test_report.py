@@ -8,7 +8,7 @@ from streamclr.base.table import Table
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.report import results_table, write_report
 from streamclr.runs.run import run
-from test_run import config  # noqa: F401
+from support.runs import small_options
 
 
 class Reader(html.parser.HTMLParser):
@@ -24,7 +24,12 @@ class Reader(html.parser.HTMLParser):
         self.outside += [v for k, v in attrs if k in ("src", "href") and v and not v.startswith(("data:", "#"))]
 
 
-def test_the_page_shows_curves_scores_pictures_and_classes(config, tmp_path):  # noqa: F811
+@pytest.fixture
+def config(tmp_path):
+    return small_options(tmp_path)
+
+
+def test_the_page_shows_curves_scores_pictures_and_classes(config, tmp_path):
     path, _ = run(config)
     page = write_report([path], tmp_path / "report.html", title="A <title>").read_text()
     reader = Reader(page)
@@ -42,7 +47,7 @@ def test_the_page_shows_curves_scores_pictures_and_classes(config, tmp_path):  #
     assert not reader.outside
 
 
-def test_a_policy_without_scores_and_several_runs(config, tmp_path):  # noqa: F811
+def test_a_policy_without_scores_and_several_runs(config, tmp_path):
     paths = [
         run(dataclasses.replace(config, policy=p, out=str(tmp_path / p), probes=0, fractions="1"))[0]
         for p in ("fifo", "random")
@@ -53,7 +58,7 @@ def test_a_policy_without_scores_and_several_runs(config, tmp_path):  # noqa: F8
     assert page.count("newest first") == 2
 
 
-def test_names_that_mean_something_to_a_formatter(config, tmp_path, capsys):  # noqa: F811
+def test_names_that_mean_something_to_a_formatter(config, tmp_path, capsys):
     for name, strange in (("ant", "$a_{$"), ("bee", "[red]蜂")):
         (tmp_path / "images" / name).rename(tmp_path / "images" / strange)
     path, _ = run(dataclasses.replace(config, out=str(tmp_path / "[red]$x_{$")))

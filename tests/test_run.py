@@ -1,5 +1,4 @@
 import dataclasses
-import hashlib
 import json
 import signal
 import subprocess
@@ -10,9 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from camera import write_clip
 from streamclr import Learner, UserError
 from streamclr.base.errors import Stopped
 from streamclr.base.tensors import load_tensors
@@ -22,27 +19,15 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolved
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
-
-
-def make_folder(root, n=20, size=16, classes=("ant", "bee")):
-    """Two classes of noise around two colours."""
-    rng = np.random.default_rng(0)
-    for c, name in enumerate(classes):
-        (root / name).mkdir(parents=True)
-        for i in range(n):
-            image = rng.integers(0, 100, (size, size, 3), np.uint8)
-            image[..., c] += 120
-            Image.fromarray(image).save(root / name / f"{i}.png")
-    return root
+from support.camera import write_clip
+from support.images import make_folder
+from support.processes import kill_and_restart
+from support.runs import content, small_options, state_sha256
 
 
 @pytest.fixture
 def config(tmp_path):
-    folder = make_folder(tmp_path / "images")
-    return RunOptions(
-        source=f"folder:{folder}", buffer=8, width=2, lr=1e-3, stc=5, images=50, probes=2, fractions="0.1,1", seed=4,
-        out=str(tmp_path / "run"),
-    )  # fmt: skip
+    return small_options(tmp_path)
 
 
 def test_a_run_leaves_everything_behind(config, tmp_path):
@@ -308,8 +293,8 @@ def test_a_foreign_or_damaged_run_directory_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"sauce": 1}')
     with pytest.raises(UserError, match="sauce"):
         _ = RunDirectory.existing(tmp_path).config
-    for content in ("[]", '{"width": "a"}'):
-        (tmp_path / "config.json").write_text(content)
+    for text in ("[]", '{"width": "a"}'):
+        (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=r"config\.json"):
             _ = RunDirectory.existing(tmp_path).config
     for line in ("garbage", "{}", "[]"):
@@ -328,15 +313,6 @@ def test_new_directory_says_when_it_cannot_be_made(tmp_path):
 
 
 POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir"]
-
-
-def content(path):
-    """What a run has learned, whatever the clock said; what left the buffer last is only there to be looked at."""
-    clocks = ("seconds_scoring", "seconds_training", "time", "memory")
-    steps = [{k: v for k, v in step.items() if k not in clocks} for step in RunDirectory(path).steps()]
-    states = [load_tensors(path / f"{name}.safetensors") for name in ("model", "buffer", "classifier")]
-    kept = [{name: t.tolist() for name, t in state.items() if not name.startswith("left_")} for state in states]
-    return steps, str(kept)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -391,66 +367,6 @@ def test_two_processes_in_one_run_are_refused(config, tmp_path):
     run(config)
 
 
-KILLED = """
-import os, random, signal, sys, threading
-from streamclr.cli.entry import main
-from streamclr import checkpoint, commands  # imported first, so that it is a run that is killed
-seed, in_save = int(sys.argv[1]), int(sys.argv[2])
-rng = random.Random(seed)
-saves = rng.randrange(10)  # that it makes before, so that a fast machine comes no further than a slow one
-calls = rng.randrange(1, 14) if in_save else 1  # of the next save
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-def kill_soon(most):
-    timer = threading.Timer(rng.uniform(0.0, most), kill)
-    timer.daemon = True
-    timer.start()
-real = {name: getattr(os, name) for name in ("mkdir", "open", "write", "fsync", "rename")}
-def wrapped(name):
-    def call(*args, **kwargs):
-        global saves, calls
-        if "checkpoints" in str(args[0]) or isinstance(args[0], int):
-            if saves > 0:
-                saves -= name == "rename"
-                if saves == 0 and not in_save:
-                    kill_soon(0.02)
-            elif in_save:
-                calls -= 1
-                if calls == 0:
-                    kill()
-        return real[name](*args, **kwargs)
-    return call
-for name in real:
-    setattr(checkpoint.os, name, wrapped(name))
-if saves == 0 and not in_save:
-    kill_soon(0.3)  # as it starts
-sys.exit(main(sys.argv[3:]))
-"""
-
-
-def kill_and_restart(out, words, n_kills, seed):
-    """Start a run that saves each step again and again, kill it at random moments, half of them inside a save.
-
-    Returns the kills: n_kills, unless the run ended before.
-    """
-    kills = last = 0
-    for attempt in range(n_kills):
-        arguments = [str(seed + attempt), str(attempt % 2), *words]
-        ended = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
-        committed = Checkpoints(out / "checkpoints").latest()
-        if ended.returncode == 0:
-            break
-        assert ended.returncode == -9, ended.stderr
-        assert "damaged" not in ended.stderr
-        kills += 1
-        assert (committed[0] if committed else 0) >= last
-        last = committed[0] if committed else 0
-    ended = subprocess.run([sys.executable, "-m", "streamclr", *words], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    print(f"{kills} kills, the last of them after step {last} of {Checkpoints(out / 'checkpoints').latest()[0]}")
-    return kills
-
-
 @pytest.mark.parametrize("n_kills", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     words = ["run", "--source", "synthetic:?size=8", "--buffer", "8", "--width", "1", "--fractions", "0.1"]
@@ -460,27 +376,6 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     assert kill_and_restart(killed, [*words, "--out", str(killed)], n_kills, seed=0) == n_kills
     assert content(killed) == content(whole)
     assert state_sha256(killed) == state_sha256(whole)
-
-
-def state_sha256(path):
-    """Of everything in the last checkpoint but the time that it took."""
-    _, state = Checkpoints(path / "checkpoints").latest()
-    digest = hashlib.sha256()
-
-    def add(tree, name=""):
-        if isinstance(tree, torch.Tensor):
-            digest.update(name.encode() + tree.contiguous().numpy().tobytes())
-        elif isinstance(tree, dict):
-            for key in sorted(tree.keys() - {"seconds", "journal_bytes"}):
-                add(tree[key], f"{name}/{key}")
-        elif isinstance(tree, list):
-            for i, value in enumerate(tree):
-                add(value, f"{name}/{i}")
-        else:
-            digest.update(f"{name}={tree!r}".encode())
-
-    add(state)
-    return digest.hexdigest()
 
 
 @pytest.mark.parametrize(("n_runs", "n_kills"), [(1, 3), pytest.param(10, 10, marks=pytest.mark.long)])

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from camera import Camera, write_clip
 from streamclr import UserError, open_stream
 from streamclr.classifier import Head
 from streamclr.encoders.projection import ContrastiveModel
@@ -23,8 +22,11 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
 from streamclr.runs.run import run
 from streamclr.streams.account import Account
-from test_asking import until
-from test_run import content, kill_and_restart, make_folder, state_sha256
+from support.camera import Camera, write_clip
+from support.images import make_folder
+from support.processes import kill_and_restart
+from support.runs import content, state_sha256
+from support.waiting import until
 
 STREAMCLR = [sys.executable, "-m", "streamclr"]
 DOG = Path(os.environ.get("STREAMCLR_CLIPS", "../shared/data")) / "dog.mp4"
@@ -110,7 +112,7 @@ def test_predictions_may_begin_and_end_in_the_middle_of_a_run(config, tmp_path, 
 
 
 def test_a_step_that_is_undone_was_classified(config, monkeypatch):
-    from test_loop import at_steps, break_gradient
+    from support.damage import at_steps, break_gradient
 
     at_steps(monkeypatch, [4], break_gradient)
     path, results = run(replace(config, predict=True))
@@ -120,7 +122,7 @@ def test_a_step_that_is_undone_was_classified(config, monkeypatch):
 
 
 def test_a_learner_that_goes_back_takes_its_predictions_back(config, monkeypatch):
-    from test_loop import at_steps, break_weight
+    from support.damage import at_steps, break_weight
 
     at_steps(monkeypatch, [6], break_weight)
     path, results = run(replace(config, predict=True))

@@ -38,7 +38,7 @@ from streamclr.web.safety import Limits, Safe, own_names
 from streamclr.web.server import ServeOptions, serve
 from streamclr.web.site import Site
 from streamclr.web.view import shown
-from test_run import make_folder
+from support.images import make_folder
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 from torch import nn
 
-from conftest import random_images
 from streamclr import contrast_score
 from streamclr.encoders.inference import infer
 from streamclr.score import rank_correlation, stand_ins
 from streamclr.views import flip
+from support.images import random_images
 
 
 def test_is_equation_2(model):

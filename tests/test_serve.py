@@ -11,10 +11,10 @@ import uuid
 import httpx
 import pytest
 
-from pages import Served, finished_run
 from streamclr.labelling.store import Labels
 from streamclr.web.site import run_id
-from test_asking import until
+from support.pages import Served, finished_run
+from support.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -5,25 +5,15 @@ import pytest
 import torch
 
 from streamclr.base.errors import UserError
-from streamclr.classifier import Head
-from streamclr.models.versions import BACK, N_VERSIONS, Score, Version, Versions
+from streamclr.models.versions import BACK, N_VERSIONS, Versions
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
-from test_asking import encoder, make_run
-
-CLASSES = ("red", "green", "blue")
+from support.labelling import make_run, make_version
 
 
 @pytest.fixture
 def directory(tmp_path):
     return RunDirectory(make_run(tmp_path / "run"))
-
-
-def make_version(directory, seed=0, classes=CLASSES, score=Score(4, 5, 0.5), step=7):  # noqa: B008
-    head = Head(8, len(classes))
-    torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(seed))
-    keys = frozenset({"a", "b"}), frozenset({"c"})
-    return Version(encoder(directory.path, seed), head, classes, step, *keys, score)
 
 
 def images(n=4):

@@ -20,7 +20,7 @@ def test_ranks_see_together_what_one_process_sees(n):
 
 
 def test_a_shard_ends_where_not_every_rank_has_a_whole_segment(tmp_path):
-    from test_run import make_folder
+    from support.images import make_folder
 
     source = f"folder:{make_folder(tmp_path / 'images', n=11)}"  # 22 images: 5 segments of 4, and 2 images
     shards = [open_stream(source).shard(i, 2, 4) for i in range(2)]

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import random_images
 from streamclr import StrongViews
 from streamclr.views import GREY, _hue_rotation, flip
+from support.images import random_images
 
 
 def generator(seed=0):

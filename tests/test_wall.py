@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import random_images
 from streamclr.base.tensors import save_tensors
 from streamclr.web.wall import COLUMNS, Wall, make_sheet
+from support.images import random_images
 
 
 def write(path, n=20, n_left=3, features=None, scored=True, guards=None, step=7):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from camera import jpeg
 from streamclr.streams.cameras.watch import watch
+from support.camera import jpeg
 
 
 @pytest.fixture(autouse=True)

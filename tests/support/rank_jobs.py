@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from conftest import random_images
 from streamclr.base.errors import NotFinite, QuietExit, UserError
 from streamclr.compute.ranks import Ranks
 from streamclr.encoders.inference import seeded
@@ -14,6 +13,7 @@ from streamclr.encoders.resnet import resnet18
 from streamclr.learner import Learner
 from streamclr.policy import FIFOReplace
 from streamclr.views import StrongViews
+from support.images import random_images
 
 SIZE, N_STEPS = 16, 20
 

@@ -18,7 +18,7 @@ from streamclr.web.site import run_id
 
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync"
-ARTEFACTS = Path(__file__).parent.parent / "artefacts"  # screenshots, not committed
+ARTEFACTS = Path(__file__).parents[2] / "artefacts"  # screenshots, not committed
 
 
 def finished_run(out, **options):
