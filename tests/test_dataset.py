@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from streamclr import UserError
 from streamclr.streams.datasets.images import ArrayImages, DatasetSource
-from streamclr.streams.stream import Stream
+from streamclr.streams.stream import DatasetStream
 
 
 def numbered_dataset(counts):
@@ -26,7 +26,7 @@ def indices(images):
 
 def stream(counts, stc, seed=0, **options):
     data = numbered_dataset(counts)
-    return Stream(DatasetSource(data, data, None, stc, seed, **options))
+    return DatasetStream(DatasetSource(data, data, None, stc, seed, **options))
 
 
 def run_lengths(labels):

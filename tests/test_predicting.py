@@ -12,7 +12,7 @@ from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.serving import PredictingStream, cut
 from streamclr.streams.account import Account
-from streamclr.streams.stream import LiveStream
+from streamclr.streams.stream import CameraStream
 from support.camera import jpeg, write_clip
 from support.images import make_folder
 from support.labelling import CLASSES, make_run, make_version
@@ -124,8 +124,7 @@ def test_after_a_stop_at_any_point_none_is_missing_and_none_twice(served, tmp_pa
             segments.close()
     assert torch.equal(torch.cat(found), whole)
     assert numbers(served) == list(range(25))
-    plain.account.predicted = 25
-    assert stream.account == plain.account
+    assert stream.account.state_dict() == plain.account.state_dict() | {"predicted": 25}
 
 
 def test_images_that_cannot_be_read_have_no_line_and_no_number(served, tmp_path):
@@ -178,10 +177,9 @@ def test_whoever_says_so_while_waiting_ends_it(served, monkeypatch):
             held.set()  # or its thread would never end
         return held.is_set()
 
-    monkeypatch.setattr("streamclr.streams.stream.Stream.read", read)
+    monkeypatch.setattr("streamclr.streams.stream.DatasetStream.read", read)
     stream = predicting(SYNTHETIC, served)
-    stream.idle = idle
-    assert list(stream.segments(8)) == []
+    assert list(stream.segments(8, idle=idle)) == []
     assert asked == [False, False]
 
 
@@ -252,8 +250,8 @@ def test_frames_of_a_camera_are_classified_before_they_are_a_segment(served, cam
     source = camera(fps=100, last=20)  # and then silent
     stream = predicting(source.url, served, size=16, timeout=30)
     deadline = time.monotonic() + 120
-    stream.idle = lambda: len(lines(served)) == 20 or time.monotonic() > deadline  # ends it
-    assert list(stream.segments(64)) == []
+    is_over = lambda: len(lines(served)) == 20 or time.monotonic() > deadline  # noqa: E731
+    assert list(stream.segments(64, idle=is_over)) == []
     check(stream, served)
     assert stream.account.passed["learner stopped"] == 20
     assert stream.account.learned == 0
@@ -298,6 +296,18 @@ def test_frames_of_several_cameras_say_whose_they_are(served, camera, tmp_path):
     assert {line["source"] for line in lines(served)} == {url.replace("//", "//me:***@") for url in urls}
 
 
+def test_frames_of_several_recordings_say_whose_they_are(served, tmp_path):
+    pytest.importorskip("av")
+    clips = [write_clip(tmp_path / f"{i}.mp4", n=n) for i, n in enumerate((12, 20))]
+    (tmp_path / "clips.txt").write_text("\n".join(map(str, clips)))
+    found = torch.cat(list(predicting(tmp_path / "clips.txt", served, size=16).segments(8)))
+    assert numbers(served) == list(range(32))
+    sources = [line["source"] for line in lines(served)]
+    assert [sources.count(str(clip)) for clip in clips] == [12, 20]
+    _, labels = served.current.probabilities(found).max(1)  # lines are in the order of the segments
+    assert [line["class"] for line in lines(served)] == [CLASSES[i] for i in labels]
+
+
 def test_a_watched_directory_waits_and_goes_on(served, tmp_path):
     (tmp_path / "in").mkdir()
     for i in range(20):
@@ -323,7 +333,7 @@ def test_sources_that_wait_and_others_that_do_not_are_refused_together(served, t
     with pytest.raises(UserError, match="give the same overload, wait or drop, to all of them"):
         predicting(tmp_path / "list.txt", served, size=16)
     stream = predicting(tmp_path / "list.txt", served, size=16, overload="drop")
-    assert isinstance(stream.stream, LiveStream)
+    assert isinstance(stream.stream, CameraStream)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -351,8 +361,10 @@ def test_cut_takes_back_what_came_later(tmp_path, content, image, left):
 
 def test_what_it_hands_on(served):
     stream = predicting(SYNTHETIC, served)
-    assert (stream.live, stream.fps, stream.size) == (False, None, 16)
-    assert stream.source is stream.stream.source
+    assert (stream.live, stream.exact, stream.overload, stream.size) == (False, True, "wait", 16)
+    inner = stream.stream
+    assert (stream.n_images, stream.epoch, stream.classes) == (inner.n_images, inner.epoch, inner.classes)
+    assert (stream.train, stream.test) == (inner.train, inner.test)
     assert stream.connections() == {}
     assert stream.take_events() == []
     with pytest.raises(UserError, match="segment size is 0"):

@@ -3,7 +3,7 @@ import pytest
 
 from streamclr import UserError, open_stream
 from streamclr.streams.cameras.feed import make_feed
-from streamclr.streams.stream import LiveStream
+from streamclr.streams.stream import CameraStream
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -44,7 +44,7 @@ def test_feeds_are_divided_and_too_few_are_told(tmp_path):
     for i in range(5):
         (tmp_path / str(i)).mkdir()
         feeds.append(make_feed("watch", str(tmp_path / str(i))))
-    stream = LiveStream(feeds)
+    stream = CameraStream(feeds)
     shares = [[feed.where[-1] for feed in stream.shard(i, 2, 8).feeds] for i in range(2)]
     assert shares == [["0", "2", "4"], ["1", "3"]]
     with pytest.raises(UserError, match="there are 6 ranks and 5 sources"):

@@ -26,7 +26,7 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder, open_run_stream, resolved
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.loop import learn_stream
-from streamclr.streams.stream import AnyStream
+from streamclr.streams.stream import Stream
 
 GLOBAL = "global"  # in the device's directory: the fleet's encoder and classifier, for `streamclr predict`
 MOST_LABELS = 1000  # that one device sends
@@ -51,13 +51,13 @@ class Device:
     def __init__(
         self,
         config: RunOptions,
-        stream: "AnyStream | None" = None,
+        stream: "Stream | None" = None,
         statistics: str = "shared",
         labelled: Callable[[], LabelledImages] | None = None,
     ):
         self.stream = open_run_stream(config) if stream is None else stream
         # How long it learns is the server's to say, round by round; a dataset without an end may be less than a batch.
-        epoch, end = self.stream.source.epoch, self.stream.source.n_images
+        epoch, end = self.stream.epoch, self.stream.n_images
         asked = max(epoch, config.batch or config.buffer) if epoch is not None and end is None else None
         self.config = replace(resolved(replace(config, images=asked), self.stream), images=None, probes=0)
         self.directory = RunDirectory.of(self.config)

@@ -28,7 +28,7 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import resolved
 from streamclr.runs.evaluation import extract
 from streamclr.streams.datasets.images import DatasetSource, Images
-from streamclr.streams.stream import Stream
+from streamclr.streams.stream import DatasetStream
 
 if TYPE_CHECKING:
     from flwr.app import ConfigRecord, Context
@@ -79,7 +79,7 @@ def prepared(config: SimulateOptions) -> tuple[RunOptions, Path]:
         LabelBudget.parse(config.labels)
     names = [field.name for field in dataclasses.fields(RunOptions)]
     learner = RunOptions(**{name: getattr(config, name) for name in names})
-    stream = Stream(_shard(config, 0))
+    stream = DatasetStream(_shard(config, 0))
     learner = resolved(dataclasses.replace(learner, images=config.rounds * config.round_images), stream)
     learner = dataclasses.replace(learner, images=None, out=None, checkpoint_minutes=0)
     return learner, Path(config.out or "runs/fleet")
@@ -131,7 +131,7 @@ def simulated(
     home.mkdir(parents=True, exist_ok=True)
     own = dataclasses.replace(learner, seed=learner.seed + number, out=str(home / f"{number:04}"))
     labelled = partial(_labelled, source.streamed, config, number)
-    return Device(own, Stream(source), config.statistics, labelled)
+    return Device(own, DatasetStream(source), config.statistics, labelled)
 
 
 def _shard(config: SimulateOptions, device: int) -> DatasetSource:

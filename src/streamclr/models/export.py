@@ -180,7 +180,7 @@ def held_out(directory: RunDirectory, most: int = N_TEST) -> Tensor:
     if "n_test" not in (directory.results or {}):
         return none
     try:
-        test = open_run_stream(directory.config).source.test
+        test = open_run_stream(directory.config).test
     except UserError as error:
         say(f"streamclr: without the source's test images ({error})")
         return none

@@ -18,7 +18,7 @@ from streamclr.base.options import option
 from streamclr.base.progress import Progress, say
 from streamclr.models.formats.reader import Model, open_exported
 from streamclr.streams.cameras.feed import Feed
-from streamclr.streams.cameras.live import Live
+from streamclr.streams.cameras.live import CameraFrames
 from streamclr.streams.datasets.images import DatasetSource, readable
 from streamclr.streams.datasets.registry import DATASETS
 from streamclr.streams.spec import Source, open_source, split_source
@@ -160,26 +160,25 @@ def of_source(model: Model, source: Source, n_images: int) -> Generator[list[Pre
 
 def of_feeds(model: Model, feeds: list[Feed], n_images: int | None) -> Generator[list[Prediction]]:
     """The answers to the frames of cameras and recordings, one by one: somebody waits for each."""
-    live, last = Live(feeds), "none came"
+    cameras, last = CameraFrames(feeds), "none came"
 
     def tell() -> bool:
         nonlocal last
-        for source, event in live.take_events():
+        for source, event in cameras.take_events():
             last = f"{source}: {event}"
             say(f"streamclr: {last}")
         return False
 
-    live.idle = tell
     try:
-        with closing(live.frames(1, until=n_images)) as frames:
+        with closing(cameras.frames(1, until=n_images, idle=tell)) as frames:
             for images in frames:
                 tell()
-                yield [Prediction(live.position - 1, classified(model, images)[0])]
+                yield [Prediction(cameras.position - 1, classified(model, images)[0])]
     finally:  # also of a camera that somebody stops
         tell()
-        if rejected := live.account.rejected:
+        if rejected := cameras.account.rejected:
             say(f"streamclr: rejected: {', '.join(f'{n:,} {reason}' for reason, n in rejected.most_common())}")
-    if not live.position:
+    if not cameras.position:
         raise UserError(f"not one frame could be classified ({'all were rejected' if rejected else last})")
 
 

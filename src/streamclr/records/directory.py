@@ -31,7 +31,7 @@ from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
 from streamclr.streams.spec import split_source
-from streamclr.streams.stream import AnyStream
+from streamclr.streams.stream import Stream
 
 FINISHED = "the finished encoder"
 
@@ -112,7 +112,7 @@ class RunDirectory:
                 raise UserError(f"a rank has no checkpoint below {self.path}: bring it back, or give another --out")
         return found
 
-    def restore(self, learner: Learner, stream: AnyStream) -> float:
+    def restore(self, learner: Learner, stream: Stream) -> float:
         """Bring learner, stream and journal to the last checkpoint that is whole. Returns the seconds of learning."""
         found, journal = self.latest(learner.ranks), self.path / "journal.jsonl"
         if found is None:
@@ -281,14 +281,14 @@ class RunDirectory:
             raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {file}")
         return head, classes
 
-    def save_buffer(self, learner: Learner, stream: AnyStream) -> None:
+    def save_buffer(self, learner: Learner, stream: Stream) -> None:
         """The buffer with its features, and what the last step did not keep, with the guards that hid it."""
         tensors = {k: v for k, v in learner.buffer.state_dict(copy=False).items() if isinstance(v, torch.Tensor)}
         left = learner.buffer.left()
         tensors |= {f"left_{name}": column for name, column in left.items()}
         if len(tensors["images"]):
             tensors["features"] = infer(learner.model, tensors["images"], learner.model.features)
-        if stream.source.classes:
+        if stream.classes:
             tensors["labels"] = stream.labels(learner.buffer.arrivals.cpu())
         hidden = learner.policy.hidden if isinstance(learner.policy, Guarded) else {}
         guards = {str(n): hidden[n] for n in left["arrivals"].tolist() if n in hidden}

@@ -11,7 +11,7 @@ from streamclr.encoders.resnet import ENCODERS, ResNet
 from streamclr.records.label_budget import LabelBudget, n_that_fit
 from streamclr.records.options import RunOptions
 from streamclr.streams.spec import absolute_source, split_source, takes
-from streamclr.streams.stream import AnyStream, LiveStream, Stream, open_stream
+from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
 
 
 def make_encoder(config: RunOptions) -> ResNet:
@@ -20,15 +20,15 @@ def make_encoder(config: RunOptions) -> ResNet:
     return ENCODERS[config.encoder](config.width, config.stem, config.norm)
 
 
-def open_run_stream(config: RunOptions) -> Stream | LiveStream:
+def open_run_stream(config: RunOptions) -> DatasetStream | CameraStream:
     given = "seed" in split_source(config.source)[2]
     seed = {"seed": config.seed} if takes(config.source, "seed") and not given else {}
     return open_stream(config.source, stc=config.stc, size=config.size, **seed)
 
 
-def resolved(config: RunOptions, stream: AnyStream) -> RunOptions:
+def resolved(config: RunOptions, stream: Stream) -> RunOptions:
     """The configuration with every default filled in, checked against the stream before anything is made."""
-    epoch, end = stream.source.epoch, stream.source.n_images
+    epoch, end = stream.epoch, stream.n_images
     if config.images is not None and config.epochs is not None:
         raise UserError("both --images and --epochs are given: use one of them")
     epochs = 1 if config.epochs is None else config.epochs

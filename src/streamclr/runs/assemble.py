@@ -21,7 +21,7 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder, open_run_stream, resolved
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
-from streamclr.streams.stream import AnyStream, LiveStream, Stream
+from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
 def initial_model(config: RunOptions) -> ResNet | ContrastiveModel:
@@ -81,7 +81,7 @@ def make_learner(config: RunOptions) -> Learner:
     )
 
 
-def prepare(config: RunOptions, ranks: Alone | None = None) -> tuple[RunOptions, AnyStream, Learner]:
+def prepare(config: RunOptions, ranks: Alone | None = None) -> tuple[RunOptions, Stream, Learner]:
     """All that a run needs, checked before anything is written: what is wrong is said now, not hours later."""
     stream = open_run_stream(config)
     config = resolved(config, stream)
@@ -94,7 +94,7 @@ def prepare(config: RunOptions, ranks: Alone | None = None) -> tuple[RunOptions,
         check_can_predict(stream)
         if config.memory is not None:
             raise UserError("--predict takes memory that --memory does not know of: use one of them")
-    labelled = stream.source.train
+    labelled = stream.train
     for fraction in config.label_fractions:
         if labelled is not None:
             draw_labelled(labelled.labels, fraction, labelled.classes)
@@ -106,7 +106,7 @@ def prepare(config: RunOptions, ranks: Alone | None = None) -> tuple[RunOptions,
     return config, stream, learner
 
 
-def own_stream(config: RunOptions, stream: Stream | LiveStream, ranks: Alone) -> Stream | LiveStream:
+def own_stream(config: RunOptions, stream: DatasetStream | CameraStream, ranks: Alone) -> DatasetStream | CameraStream:
     """What this rank reads of the stream; an error for what several ranks cannot do."""
     for name in ("memory", "compile", "predict", "label_budget"):
         if getattr(config, name) not in (None, False):

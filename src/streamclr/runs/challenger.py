@@ -26,7 +26,7 @@ from streamclr.streams.datasets.images import Images, readable
 
 if TYPE_CHECKING:
     from streamclr.records.options import RunOptions
-    from streamclr.streams.stream import AnyStream
+    from streamclr.streams.stream import Stream
 
 LEAST_LABELS, LEAST_OF_A_CLASS = 10, 3  # with fewer none is held back
 SHARE = 5  # one of so many of each class is held back
@@ -109,11 +109,11 @@ class Known:
         pass
 
 
-def labels_at_hand(config: "RunOptions", path: Path, stream: "AnyStream") -> Answers | Known | None:
+def labels_at_hand(config: "RunOptions", path: Path, stream: "Stream") -> Answers | Known | None:
     """A person's, if one is to be asked; else those of the source, of the run's largest label fraction."""
     if config.label_budget is not None:
         return Answers(path / "labels.sqlite")
-    train = stream.source.train
+    train = stream.train
     if train is None:
         return None
     numbers = draw_labelled(train.labels, max(config.label_fractions), train.classes, config.seed)

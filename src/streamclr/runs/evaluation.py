@@ -20,7 +20,7 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
-from streamclr.streams.stream import AnyStream
+from streamclr.streams.stream import Stream
 from streamclr.views import StrongViews
 
 
@@ -168,10 +168,10 @@ def evaluate_supervised(
 
 
 def evaluate_run(
-    config: RunOptions, model: ContrastiveModel, stream: AnyStream, directory: "RunDirectory"
+    config: RunOptions, model: ContrastiveModel, stream: Stream, directory: "RunDirectory"
 ) -> dict[str, Any]:
     """Stage two on the run's own labels; nothing for a stream that has none."""
-    train, test = stream.source.train, stream.source.test
+    train, test = stream.train, stream.test
     if train is None or test is None:
         return {"labels": {}}
     results, heads = evaluate(model, train, test, config.label_fractions, config.seed)

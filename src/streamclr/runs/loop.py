@@ -26,7 +26,7 @@ from streamclr.runs.stop import StopSignal
 if TYPE_CHECKING:
     from streamclr.records.directory import RunDirectory
     from streamclr.records.options import RunOptions
-    from streamclr.streams.stream import AnyStream
+    from streamclr.streams.stream import Stream
 
 MOST_IN_A_ROW = 3  # steps that are undone, or returns to one checkpoint, before the run stops
 COLLAPSED, N_COLLAPSED = 1e-3, 20  # a spread below this in so many steps in a row is told
@@ -35,7 +35,7 @@ TELL_EVERY = 60.0  # seconds between two events on rejected frames
 HERE, COMING, AWAITED, ENDED = range(4)  # `COMING` for certain, as that of a recording
 
 
-def learn_stream(config: "RunOptions", learner: Learner, stream: "AnyStream", directory: "RunDirectory") -> float:
+def learn_stream(config: "RunOptions", learner: Learner, stream: "Stream", directory: "RunDirectory") -> float:
     """Every segment of the stream goes to the learner, every step into the journal. Returns the seconds of learning.
 
     It goes on from the last checkpoint of the directory, if there is one; the steps after that are redone. So it does
@@ -72,7 +72,7 @@ class Loop:
         self,
         config: "RunOptions",
         learner: Learner,
-        stream: "AnyStream",
+        stream: "Stream",
         directory: "RunDirectory",
         asked: "StopSignal",
     ):
@@ -128,7 +128,6 @@ class Loop:
                 labels = labels_at_hand(config, self.directory.path, stream)
                 challenger = Challenger(labels, self.served, self.directory.model_with, self._tell)
                 self.challenger = stack.enter_context(closing(challenger))
-            stream.idle = self._wait
             self.notifier.ready()
             with closing(self._segments()) as segments:
                 for images in segments:
@@ -160,10 +159,10 @@ class Loop:
         smaller."""
         size = self.config.segment
         assert size is not None
-        with closing(self.stream.segments(size, until=self.config.images)) as segments:
+        with closing(self.stream.segments(size, until=self.config.images, idle=self._wait)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
-                    self.stream.account.pass_over(len(images), "no segment on another rank")
+                    self.stream.pass_over(len(images), "no segment on another rank")
                     return
                 yield images
         if not self.is_over:
@@ -200,14 +199,14 @@ class Loop:
         self.n_undone_in_a_row = 0
         self.seconds += step.seconds_scoring + step.seconds_training
         line: dict[str, Any] = dataclasses.asdict(step) | {"time": round(time.time(), 3), "memory": memory()}
-        source = self.stream.source
-        if source.classes and step.number % self.mix_every == 0:
-            labels = self.stream.labels(self.learner.buffer.arrivals.cpu())
-            line["classes"] = labels.bincount(minlength=len(source.classes)).tolist()
-        at_end = self.config.images is not None and self.stream.position >= self.config.images
+        stream = self.stream
+        if stream.classes and step.number % self.mix_every == 0:
+            labels = stream.labels(self.learner.buffer.arrivals.cpu())
+            line["classes"] = labels.bincount(minlength=len(stream.classes)).tolist()
+        at_end = self.config.images is not None and stream.position >= self.config.images
         is_due = self.config.probes and (step.number % self.curve_every == 0 or at_end)
-        if source.train and source.test and is_due:
-            line["accuracy"] = curve_point(self.learner.model, source.train, source.test)
+        if stream.train and stream.test and is_due:
+            line["accuracy"] = curve_point(self.learner.model, stream.train, stream.test)
         if isinstance(self.learner.policy, Guarded):
             line["kept_out"] = dict(self.learner.policy.kept_out)
         if self.served is not None:
@@ -229,7 +228,7 @@ class Loop:
     def _undone(self, why: str, n_images: int) -> None:
         self.n_undone += 1
         self.n_undone_in_a_row += 1
-        self.stream.account.pass_over(n_images, "undone")
+        self.stream.pass_over(n_images, "undone")
         self.directory.tell(f"step undone: {why}", step=self.learner.n_steps)
         if not self.learner.is_finite():
             raise Damaged(why)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from streamclr.learner import Learner
     from streamclr.records.directory import RunDirectory
-    from streamclr.streams.stream import AnyStream
+    from streamclr.streams.stream import Stream
 
 LOOKED_AT = 15.0  # seconds after which nobody looks any more
 STATUS_EVERY, BUFFER_EVERY = 1.0, 3.0  # seconds, at least
@@ -43,7 +43,7 @@ def memory() -> int | None:
 class Window:
     """`status.json` about every second and `buffer.safetensors` now and then, while `looked-at` is young."""
 
-    def __init__(self, directory: "RunDirectory", learner: "Learner", stream: "AnyStream"):
+    def __init__(self, directory: "RunDirectory", learner: "Learner", stream: "Stream"):
         self.directory, self.learner, self.stream = directory, learner, stream
         self._status_due = self._buffer_due = 0.0  # by the monotonic clock
 

@@ -187,10 +187,10 @@ DEMO = CompareOptions(
 def demo(out: str | None = None) -> tuple[Path, Table]:
     """The whole job on the embedded default, with a linear probe on raw pixels to show that it is no toy."""
     config = dataclasses.replace(DEMO, out=out)
-    source = open_run_stream(config).source
-    assert source.train is not None
-    assert source.test is not None
-    baselines = {"raw pixels": {PROBE: [pixel_probe(source.train, source.test)]}}
+    stream = open_run_stream(config)
+    assert stream.train is not None
+    assert stream.test is not None
+    baselines = {"raw pixels": {PROBE: [pixel_probe(stream.train, stream.test)]}}
     return compare(config, "demo", "Learned from an unlabelled stream, classified from 1 % labels", baselines)
 
 

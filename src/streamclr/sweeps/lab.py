@@ -22,7 +22,7 @@ from streamclr.records.plan import open_run_stream, resolved
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 from streamclr.streams.datasets import registry as data
-from streamclr.streams.stream import AnyStream
+from streamclr.streams.stream import Stream
 from streamclr.sweeps.job import RESULT, Job, Result
 from streamclr.sweeps.places import open_place, work
 
@@ -214,7 +214,7 @@ def _resolved(config: RunOptions, data_dir: Path | None) -> RunOptions:
     return resolved(config, _open(config, data_dir))
 
 
-def _open(config: RunOptions, data_dir: Path | None) -> AnyStream:
+def _open(config: RunOptions, data_dir: Path | None) -> Stream:
     """The stream of a run; a dataset that is not in the cache is brought there first."""
     name = opts.split(config.source)[0]
     if name in data.DATASETS and not data.is_cached(name):

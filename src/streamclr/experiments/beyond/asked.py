@@ -64,8 +64,8 @@ def measure(directory: Path, **config: Any) -> Result:
     """A run, and the accuracy with the labels of each way, reservoir by reservoir."""
     result = run_job(directory, **config)
     one = RunOptions(**config)
-    source = open_run_stream(one).source
-    train, test = source.train, source.test
+    stream = open_run_stream(one)
+    train, test = stream.train, stream.test
     assert train is not None
     assert test is not None
     model = RunDirectory(directory / "run").load_model()

@@ -23,7 +23,7 @@ from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.evaluation import extract
 from streamclr.streams.datasets.images import DatasetSource
-from streamclr.streams.stream import Stream
+from streamclr.streams.stream import DatasetStream
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab
 
@@ -149,7 +149,7 @@ def pooled(directory: Path, **config: Any) -> Result:
 
 def _learn(learner: Learner, source: DatasetSource, config: RunOptions, n_images: int) -> None:
     assert config.segment is not None
-    for images in Stream(source).segments(config.segment, until=n_images):
+    for images in DatasetStream(source).segments(config.segment, until=n_images):
         learner.learn_many(images)
 
 

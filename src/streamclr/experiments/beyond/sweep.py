@@ -59,7 +59,7 @@ def validate(directory: Path, **config: Any) -> Result:
     """A run that is tested on a fifth of the training images, which the classifier does not see."""
     one, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
     seconds = learn_stream(one, learner, stream, RunDirectory.of(one))
-    train = stream.source.train
+    train = stream.train
     assert train is not None
     known, held_back = (
         ArrayImages(train.images(numbers), train.labels[numbers], train.classes)

@@ -22,7 +22,7 @@ from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import extract
 from streamclr.streams.datasets.images import Images
 from streamclr.streams.spec import Source
-from streamclr.streams.stream import Stream, open_stream
+from streamclr.streams.stream import DatasetStream, open_stream
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab
 
@@ -133,13 +133,13 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
     one, stream, learner = prepare(RunOptions(**config))
     assert one.segment is not None
     assert one.images is not None
-    assert isinstance(stream, Stream)
+    assert isinstance(stream, DatasetStream)
     source = stream.source
     if clip:
         source = Clip(load_tensors(directory.parent / f"{clip}.safetensors")["images"])
     lying = Lying(source, kind, share, one.images, one.seed)
     liars, steps = [], []
-    for images in Stream(lying).segments(one.segment, until=one.images):
+    for images in DatasetStream(lying).segments(one.segment, until=one.images):
         steps.append(learner.learn_many(images))
         liars.append(float(lying.lies[learner.buffer.arrivals.cpu()].float().mean()))
     accuracy = float("nan")

@@ -80,10 +80,9 @@ def measure(directory: Path, **config: Any) -> Result:
     one, stream, learner = prepare(RunOptions(**config))
     assert one.segment is not None
     assert one.images is not None
-    source = stream.source
-    assert source.test is not None
-    n = min(N_BATCHES * one.segment, len(source.test))
-    looked_at = torch.from_numpy(source.test.images(torch.linspace(0, len(source.test) - 1, n).long().numpy()))
+    assert stream.test is not None
+    n = min(N_BATCHES * one.segment, len(stream.test))
+    looked_at = torch.from_numpy(stream.test.images(torch.linspace(0, len(stream.test) - 1, n).long().numpy()))
     marks = []
     for share in MARKS:
         until = round(share * one.images)

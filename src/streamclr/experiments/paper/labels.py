@@ -77,9 +77,9 @@ def labels(lab: Lab) -> Findings:
 def supervised(directory: Path, **config: Any) -> Result:
     """Both readings of the supervised baseline, with the run's encoder and draws of labels."""
     one = RunOptions(**config)
-    source = open_run_stream(one).source
-    assert source.train is not None
-    assert source.test is not None
+    stream = open_run_stream(one)
+    assert stream.train is not None
+    assert stream.test is not None
     fractions = tuple(float(f) for f in FRACTIONS)
     device = one.device or "cpu"
-    return dict(evaluate_supervised(lambda: make_encoder(one), source.train, source.test, fractions, one.seed, device))
+    return dict(evaluate_supervised(lambda: make_encoder(one), stream.train, stream.test, fractions, one.seed, device))

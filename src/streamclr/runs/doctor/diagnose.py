@@ -22,8 +22,6 @@ from streamclr.records.plan import open_run_stream, resolved
 from streamclr.runs.assemble import make_learner, policy_options
 from streamclr.runs.doctor.diagnosis import Diagnosis, Measured, Suggestion
 from streamclr.runs.doctor.machine import Machine
-from streamclr.streams.cameras.feed import CAMERAS
-from streamclr.streams.stream import LiveStream
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,7 @@ def diagnose(asked: DoctorOptions) -> Diagnosis:
     with ExitStack() as stack:
         stream = open_run_stream(asked)
         config = resolved(asked, stream)
-        # Not of a directory or a pipe, which may be empty for good reasons.
-        sends = isinstance(stream, LiveStream) and all(feed.kind in CAMERAS for feed in stream.feeds)
-        seen = stream.measured_fps() if sends else None  # type: ignore[union-attr]
+        seen = stream.measured_fps()
         fps = asked.fps or stream.fps or seen or 30.0
         bar = stack.enter_context(Progress("measuring", None))
         step = measured(config, bar, "the step as it is")

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from streamclr.streams.account import Account
-from streamclr.streams.cameras.feed import FAILURES, LONGEST_WAIT, SHORTEST_WAIT, Feed, Raw
+from streamclr.streams.cameras.feed import CONNECTION_ERRORS, MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Feed, Raw
 from streamclr.streams.frame import BadFrame
 
 
@@ -63,7 +63,7 @@ class CaptureThread:
                     self._take(raw)
                     self._sign_of_life = time.monotonic()
                 why = "" if feed.ends else "the stream ended"
-            except FAILURES as error:
+            except CONNECTION_ERRORS as error:
                 why = str(error) or type(error).__name__
             except Exception as error:
                 if feed.ends:
@@ -77,7 +77,7 @@ class CaptureThread:
                     self.events.append(why)
                 self._change.notify_all()
             if not self.ended:
-                time.sleep(min(LONGEST_WAIT, SHORTEST_WAIT * 2**n_failed) * random.uniform(0.5, 1.0))
+                time.sleep(min(MAX_RETRY_SECONDS, MIN_RETRY_SECONDS * 2**n_failed) * random.uniform(0.5, 1.0))
 
     def _take(self, raw: Raw) -> None:
         """Decode a frame and queue it; it is in the account once it is known what becomes of it."""

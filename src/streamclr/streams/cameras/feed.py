@@ -61,7 +61,7 @@ class Feed:
         return self.kind == "video" and not self.drops
 
     def open(self, mark: Any) -> Iterator[Raw]:
-        """Frames after a mark, until the source ends; one of FAILURES if it is lost."""
+        """Frames after a mark, until the source ends; one of CONNECTION_ERRORS if it is lost."""
         if self.kind == "camera":
             return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
         if self.kind == "rtsp":
@@ -78,10 +78,10 @@ class Feed:
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
 
 
-FAILURES = (OSError, HTTPException, VideoError, ValueError)  # of a connection: it is made again
+CONNECTION_ERRORS = (OSError, HTTPException, VideoError, ValueError)  # of a connection: it is made again
 
 
-SHORTEST_WAIT, LONGEST_WAIT = 0.2, 4.0  # seconds before a connection is tried again
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 4.0  # seconds before a connection is tried again
 
 
 def _decoder(content: Any) -> Callable[[int], np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 SOI = b"\xff\xd8\xff"  # start of an image, and of the marker behind it
-MOST_BYTES = 2**26  # of one image
+MAX_JPEG_BYTES = 2**26  # of one image
 
 
 class JpegSplitter:
@@ -64,7 +64,7 @@ class JpegSplitter:
                 self._in_scan = marker == 0xDA
             else:
                 break
-        return self._give_up() if len(data) > MOST_BYTES else None
+        return self._give_up() if len(data) > MAX_JPEG_BYTES else None
 
     def _give_up(self) -> bytes:
         """What cannot be understood ends where the next image begins."""

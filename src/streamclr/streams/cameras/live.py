@@ -1,4 +1,4 @@
-"""Frames of cameras and recordings: each is taken by a process of its own, and they meet here in one stream."""
+"""Frames of cameras and recordings: each is read by a process of its own, and they meet here in one stream."""
 
 import json
 import os
@@ -18,25 +18,27 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import redacted
 from streamclr.streams.account import Account
 from streamclr.streams.cameras import video
-from streamclr.streams.cameras.feed import CAMERAS, LONGEST_WAIT, SHORTEST_WAIT, Feed
+from streamclr.streams.cameras.feed import CAMERAS, MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Feed
 
-ANSWER_WITHIN = 5.0  # seconds beyond those that were asked for
-START_WITHIN = 60.0  # seconds for Python and its libraries on a slow and busy device
-LOOK_EVERY = 0.5  # seconds: how long an ask waits for a first frame
-MOST_DEATHS = 5  # of a process that never answered: that is no camera's fault
-N_EVENTS = 100  # that are kept until somebody takes them
+REQUEST_SECONDS = 0.5  # how long a capture process waits for a first frame before it answers that there is none
+ANSWER_SECONDS = 5.0  # beyond that, until a capture process counts as dead
+START_SECONDS = 60.0  # for Python and its libraries on a slow and busy device
+MAX_RESTARTS = 5  # of a process that never answered: no camera is the reason
+MAX_EVENTS = 100  # kept until they are taken
 
 
-class Live:
-    """The frames of one or several feeds, in the order in which they come; unlabelled.
+def never() -> bool:
+    return False
 
-    idle: called at least every few seconds while there is no frame; they end if it says True.
-    arrived: called with frames as they come, before they are a whole segment, and the number of their feed.
-    """
 
-    live = True
-    classes: tuple[str, ...] = ()
-    n_images = epoch = train = test = None
+def checked_segment(n: int) -> int:
+    if n < 1:
+        raise UserError(f"the segment size is {n}: use at least 1")
+    return n
+
+
+class CameraFrames:
+    """The frames of one or several cameras and recordings, in the order in which they come. Needs no torch."""
 
     def __init__(self, feeds: list[Feed]):
         if len({feed.size for feed in feeds}) > 1:
@@ -44,87 +46,103 @@ class Live:
         self.feeds, self.size = feeds, feeds[0].size
         self.position = 0  # frames handed out
         self.account = Account()
-        self._events: list[tuple[str, str]] = []  # the source, and what happened to it
-        self.idle: Callable[[], bool] = lambda: False
-        self.arrived: Callable[[np.ndarray, int], None] = lambda frames, feed: None
+        self._events: list[tuple[str, str]] = []  # source, event
         self._captures: list[CaptureProcess] = []
         self._places: list[Any] = [feed.place for feed in feeds]
-        self._over = [False for _ in feeds]  # recordings of which nothing is left
-
-    @property
-    def source(self) -> "Live":
-        return self
+        self._over = [False for _ in feeds]  # recordings that were read to their end
 
     @property
     def exact(self) -> bool:
-        """Whether all of them are recordings."""
+        """Whether all of them are recordings that wait for the learner."""
         return all(feed.exact for feed in self.feeds)
 
     @property
+    def overload(self) -> str:
+        """What happens if the learner is too slow: "wait", "drop", or "mixed" if they differ."""
+        drops = {feed.drops for feed in self.feeds}
+        return "mixed" if len(drops) > 1 else "drop" if True in drops else "wait"
+
+    @property
     def fps(self) -> float | None:
-        """Frames a second, as far as it is known before they come."""
+        """Frames a second, if that is known before they come."""
         rates = [feed.fps or (video.frame_rate(feed.where) if feed.kind == "video" else None) for feed in self.feeds]
         known = [rate for rate in rates if rate]
         return sum(known) if len(known) == len(rates) else None
 
-    def measured_fps(self, seconds: float = 3.0) -> float:
-        """How many frames a second really come; an error if none does."""
-        live, started, n = Live(self.feeds), time.monotonic(), 0
-        longest = max(feed.timeout for feed in self.feeds) + ANSWER_WITHIN
-        live.idle = lambda: time.monotonic() > started + (seconds if n else longest)
-        with closing(live.frames(1)) as frames:
+    def measured_fps(self, seconds: float = 3.0) -> float | None:
+        """How many frames a second arrive; an error if none does. None unless all are cameras.
+
+        A directory or a pipe may be empty for good reasons.
+        """
+        if not all(feed.kind in CAMERAS for feed in self.feeds):
+            return None
+        cameras, started, n = CameraFrames(self.feeds), time.monotonic(), 0
+        longest = max(feed.timeout for feed in self.feeds) + ANSWER_SECONDS
+        is_over = lambda: time.monotonic() > started + (seconds if n else longest)  # noqa: E731
+        with closing(cameras.frames(1, idle=is_over)) as frames:
             for _ in frames:
-                started = started if n else time.monotonic()  # the first may have taken a connection
+                started = started if n else time.monotonic()  # from the first frame on: a connection takes time
                 n += 1
         if n < 2:
-            why = [f"{source}: {event}" for source, event in live.take_events()] or ["it connects, and is silent"]
+            why = [f"{source}: {event}" for source, event in cameras.take_events()] or ["connected, but no frames"]
             raise UserError(f"no frames in {longest:.0f} s ({'; '.join(why)}): check the source")
         return (n - 1) / seconds
 
-    def frames(self, n: int, until: int | None = None) -> Generator[np.ndarray]:
-        """Segments of `n` frames until all feeds have ended, or until frame number `until`; the last may be smaller."""
-        if n < 1:
-            raise UserError(f"the segment size is {n}: use at least 1")
+    def frames(
+        self,
+        n: int,
+        until: int | None = None,
+        idle: Callable[[], bool] = never,
+        arrived: Callable[[np.ndarray, str | None], None] | None = None,
+    ) -> Generator[np.ndarray]:
+        """Segments of `n` frames, n x 3 x size x size; the arguments are those of `Stream.segments`."""
+        checked_segment(n)
 
         def generate() -> Generator[np.ndarray]:
             self._captures = [
-                CaptureProcess(replace(feed, place=place, queue=max(feed.queue, 2 * n)))
-                for feed, place in zip(self.feeds, self._places, strict=True)
+                CaptureProcess(replace(feed, place=place, queue=max(feed.queue, 2 * n)), over)
+                for feed, place, over in zip(self.feeds, self._places, self._over, strict=True)
             ]
-            for capture, over in zip(self._captures, self._over, strict=True):
-                capture.ended = over
             try:
                 while until is None or self.position < until:
-                    frames = self._read(n if until is None else min(n, until - self.position))
+                    frames = self._read(n if until is None else min(n, until - self.position), idle, arrived)
                     if not len(frames):
                         break
                     yield frames
             finally:
-                self.close()
+                self._close()
 
         return generate()
 
-    def _read(self, n: int) -> np.ndarray:
-        """The next `n` frames, fewer at the end; n x 3 x size x size, feed by feed."""
+    def _read(
+        self, n: int, idle: Callable[[], bool], arrived: Callable[[np.ndarray, str | None], None] | None
+    ) -> np.ndarray:
+        """The next `n` frames, fewer at the end; n x 3 x size x size, camera by camera."""
         parts: list[list[np.ndarray]] = [[] for _ in self._captures]
+        names = [redacted(feed.where) if len(self.feeds) > 1 else None for feed in self.feeds]
         missing = n
         while missing and not all(capture.ended for capture in self._captures):
-            if self.idle():
-                for capture in self._captures:  # what is not a whole segment is not learned from
-                    capture.give_back(sum(map(len, parts[self._captures.index(capture)])))
+            if idle():
+                for capture, own in zip(self._captures, parts, strict=True):
+                    capture.give_back(sum(map(len, own)))  # only whole segments are learned from
                 return self._none
             self._ask(missing)
             asked = {capture.answers: i for i, capture in enumerate(self._captures) if capture.asked is not None}
-            ready, _, _ = select.select(list(asked), [], [], 2 * LOOK_EVERY if asked else SHORTEST_WAIT)
+            ready, _, _ = select.select(list(asked), [], [], 2 * REQUEST_SECONDS if asked else MIN_RETRY_SECONDS)
             for fd, i in asked.items():
                 frames = self._captures[i].look(fd in ready)
                 if len(frames):
                     missing -= len(frames)
                     parts[i].append(frames.transpose(0, 3, 1, 2))
-                    self.arrived(parts[i][-1], i)
-                elif self.feeds[i].drops and not parts[i]:  # rejected and passed over, with no frame that is still held
+                    if arrived and not self.exact:
+                        arrived(parts[i][-1], names[i])
+                elif self.feeds[i].drops and not parts[i]:  # its account is of frames rejected or passed over alone
                     self.account.add(self._captures[i].take_account())
                 self._note_events(self._captures[i])
+        if arrived and self.exact:  # now in the order of the segment, not in that of the fastest
+            for own, name in zip(parts, names, strict=True):
+                for frames in own:
+                    arrived(frames, name)
         for capture in self._captures:
             self.account.add(capture.take_account())
         self._places = [capture.place for capture in self._captures]
@@ -138,10 +156,10 @@ class Live:
         return np.empty((0, 3, self.size, self.size), np.uint8)
 
     def _ask(self, missing: int) -> None:
-        """Share what is missing among the feeds that have frames, so that together they cannot send more."""
+        """Ask those that have frames for equal shares of what is missing, so that together they cannot send more."""
         waiting = [capture for capture in self._captures if not capture.ended and capture.is_up()]
         free = missing - sum(capture.asked or 0 for capture in waiting)
-        # Recordings are asked when all have answered, so that who gives how much does not depend on who is fast.
+        # Recordings are asked once all of them have answered, so that the shares do not depend on their speed.
         late = any(capture.asked and capture.feed.exact for capture in waiting)
         idle = [c for c in waiting if c.asked is None and not (c.feed.exact and late)]
         able = [capture for capture in idle if capture.has_frames]
@@ -151,31 +169,38 @@ class Live:
                 free -= share
         for capture in idle:
             if not capture.has_frames:
-                capture.ask(0)  # only whether it has some now
+                capture.ask(0)  # whether it has frames now
 
-    def close(self) -> None:
-        """End the capture processes. What waited there is passed over."""
+    def _close(self) -> None:
+        """End the capture processes. Frames of cameras that wait there are passed over."""
         for capture in self._captures:
             capture.ask_for_the_last()
-        deadline = time.monotonic() + ANSWER_WITHIN  # for all of them together: some may hang
+        deadline = time.monotonic() + ANSWER_SECONDS  # for all of them together: some may hang
         for capture in self._captures:
             capture.close(max(0.0, deadline - time.monotonic()))
             self.account.add(capture.take_account())
             self._note_events(capture)
         self._captures = []
 
+    def pass_over(self, n: int, reason: str) -> None:
+        self.account.pass_over(n, reason)
+
+    def take_account(self) -> Account:
+        account, self.account = self.account, Account()
+        return account
+
     def _note_events(self, capture: "CaptureProcess") -> None:
         where = redacted(capture.feed.where)
         self._events += [(where, redacted(event)) for event in capture.take_events()]
-        del self._events[:-N_EVENTS]
+        del self._events[:-MAX_EVENTS]
 
     def take_events(self) -> list[tuple[str, str]]:
-        """What happened to which source since this was last asked."""
+        """Camera and event, such as a lost connection, since the last call."""
         events, self._events = self._events, []
         return events
 
     def connections(self) -> dict[str, tuple[bool, int]]:
-        """For each source whether frames come from it, and how often it was lost."""
+        """For each camera whether it sends frames, and how often its connection was lost."""
         return {redacted(c.feed.where): (c.connected, c.n_lost) for c in self._captures}
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,19 +216,22 @@ class Live:
 
 
 class CaptureProcess:
-    """The process of one feed: asked for frames, started anew when it does not answer or its driver hangs."""
+    """The process that reads one camera or recording; restarted if it does not answer or its driver hangs.
 
-    def __init__(self, feed: Feed):
+    ended: nothing is left of a recording.
+    """
+
+    def __init__(self, feed: Feed, ended: bool = False):
         self.feed = feed
         self.place = feed.place
-        self.ended = self.connected = False
-        self.has_frames = feed.exact  # a recording always has; a camera, if its last answer says so
+        self.ended, self.connected = ended, False
+        self.has_frames = feed.exact  # a recording always has frames; a camera if its last answer says so
         self.n_lost = 0
-        self._n_died = 0  # in a row, without an answer
+        self._n_died = 0  # in a row, without an answer between
         self._has_answered = False
-        self._patience = ANSWER_WITHIN
+        self._patience = ANSWER_SECONDS
         self._down_until: float | None = None
-        self._account = Account()  # of the frames that were answered since it was last taken
+        self._account = Account()  # of the frames received since it was last taken
         self._events: list[str] = []
         self._start()
 
@@ -214,18 +242,18 @@ class CaptureProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(int(feed.where),) if feed.kind == "stdin" else (),
-            start_new_session=True,  # Ctrl-C is for the learner, which then ends this
+            start_new_session=True,  # Ctrl-C goes to the learner, which then ends this process
         )
         assert self._process.stdout is not None
         self.answers = self._process.stdout.fileno()
-        self.asked: int | None = None  # frames, until they are answered
-        self._captured = self._accounted = 0  # frames of this process in all, and of them in an account
-        self._deadline = time.monotonic() + START_WITHIN
+        self.asked: int | None = None  # number of frames, while the answer is outstanding
+        self._captured = self._accounted = 0  # frames that the process has read, and those of them in an account
+        self._deadline = time.monotonic() + START_SECONDS
         self._tell(asdict(feed))
 
     def ask(self, most: int) -> None:
-        self.asked, self._deadline = most, max(self._deadline, time.monotonic() + LOOK_EVERY + ANSWER_WITHIN)
-        self._tell({"frames": most, "seconds": LOOK_EVERY})
+        self.asked, self._deadline = most, max(self._deadline, time.monotonic() + REQUEST_SECONDS + ANSWER_SECONDS)
+        self._tell({"frames": most, "seconds": REQUEST_SECONDS})
 
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -233,7 +261,7 @@ class CaptureProcess:
             self._process.stdin.write(json.dumps(what).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            self._deadline = 0.0  # it has ended
+            self._deadline = 0.0  # the process has ended
 
     def look(self, is_ready: bool) -> np.ndarray:
         """The frames that have come, n x size x size x 3, perhaps none."""
@@ -246,15 +274,15 @@ class CaptureProcess:
         except (OSError, EOFError, ValueError) as error:
             why = f"the capture process ended ({error})"
         self._n_died += 1
-        if self._n_died == MOST_DEATHS and not self._has_answered:
-            raise UserError(f"the capture process of {redacted(self.feed.where)} never comes to work: see above")
+        if self._n_died == MAX_RESTARTS and not self._has_answered:
+            raise UserError(f"the capture process of {redacted(self.feed.where)} does not start: see its errors above")
         self._lost([why])
         self._end("capture restarted")
-        self._down_until = time.monotonic() + min(LONGEST_WAIT, SHORTEST_WAIT * 2 ** min(10, self._n_died))
+        self._down_until = time.monotonic() + min(MAX_RETRY_SECONDS, MIN_RETRY_SECONDS * 2 ** min(10, self._n_died))
         return self._frames(bytearray())
 
     def is_up(self) -> bool:
-        """Whether it can be asked; one that died is started again after a while."""
+        """Whether it can be asked; a dead process is restarted after a pause."""
         if self._down_until is not None and time.monotonic() >= self._down_until:
             self._down_until = None
             self._start()
@@ -278,10 +306,10 @@ class CaptureProcess:
             if self.n_lost and not self.connected:
                 self._events.append("frames again")
             self.connected = True
-        if header["quiet"] > self.feed.timeout + ANSWER_WITHIN and self.feed.kind in CAMERAS and not header["n"]:
+        if header["quiet"] > self.feed.timeout + ANSWER_SECONDS and self.feed.kind in CAMERAS and not header["n"]:
             raise TimeoutError(f"no sign of life for {header['quiet']:.0f} s")
         if self.feed.exact and not (header["n"] or self.ended):
-            self.ask(asked)  # not yet all of them: nobody else may take its share, so that the order is always the same
+            self.ask(asked)  # it keeps its share until it can send all of it, so that the order is always the same
         return frames
 
     def _lost(self, reasons: list[str]) -> None:
@@ -302,7 +330,7 @@ class CaptureProcess:
         return events
 
     def give_back(self, n: int) -> None:
-        """Frames that were answered and will not be learned from: a recording gives them again next time."""
+        """Frames that were received and will not be learned from; what waits for the learner sends them again."""
         if self.feed.drops:
             self._account.passed["stopped"] += n
         else:
@@ -313,7 +341,7 @@ class CaptureProcess:
             self.ask(0)
 
     def close(self, patience: float) -> None:
-        """After a last look at its account, which it has some seconds to give."""
+        """Take its last account, for which it has `patience` seconds, and end it."""
         if self._tells_at_the_end:
             self._patience = patience
             with suppress(OSError, EOFError, ValueError):
@@ -325,13 +353,13 @@ class CaptureProcess:
         return self.feed.drops and not self.ended and self._down_until is None
 
     def _end(self, reason: str) -> None:
-        """Kill it, whatever it hangs in. The frames that wait in it are passed over, those of a recording are not."""
+        """Kill it. Frames of a camera that wait in it are passed over; a recording sends its frames again."""
         waiting = self._captured - self._accounted
         if self.feed.drops and waiting:
             self._account.add(Account(received=waiting, passed=Counter({reason: waiting})))
         self.asked, self._captured, self._accounted = None, 0, 0
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a driver that hangs in the kernel holds even the dead
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs in the kernel keeps a killed process
             self._process.wait(1)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamclr.streams.names import SUFFIXES, natural_key
 
-POLL_EVERY = 0.2  # seconds
+POLL_SECONDS = 0.2
 
 
 def watch(directory: str, after: Any = None) -> Iterator[tuple[Path, tuple[int, str]]]:
@@ -22,7 +22,7 @@ def watch(directory: str, after: Any = None) -> Iterator[tuple[Path, tuple[int, 
     before = _look(directory)
     taken = {name for name, (written, _) in before.items() if after and _order(written, name) <= _order(*after)}
     while True:
-        time.sleep(POLL_EVERY)
+        time.sleep(POLL_SECONDS)
         present = _look(directory)
         taken &= present.keys()  # a name that is gone may come again
         whole = [name for name, state in present.items() if name not in taken and before.get(name) == state]
