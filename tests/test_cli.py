@@ -1,12 +1,15 @@
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+from streamclr.cli.commands import COMMANDS
 from streamclr.cli.entry import main
+from streamclr.cli.parser import parse
 from support.images import make_folder
 
 FAST = ["--width", "2", "--buffer", "8", "--images", "40", "--probes", "2", "--stc", "5", "--lr", "1e-3"]
@@ -52,7 +55,7 @@ def test_label_export_import_train_and_predict(folder, tmp_path, capsys):
     )
     assert "no classifier yet" in capsys.readouterr().out
     assert main(["label", "train", "r"]) == 0
-    assert capsys.readouterr().out == "labels of fewer than two classes: no classifier yet\n"
+    assert capsys.readouterr().out == "no classifier yet: the labels are of fewer than two classes\n"
     assert main(["predict", "r", "--source", folder]) == 2
     assert "r has no classifier" in capsys.readouterr().err
 
@@ -92,7 +95,7 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
     keys = [line.split(",")[0] for line in table[1:]]
     (tmp_path / "l.csv").write_text("key,label\n" + "".join(f"{key},{i % 2}\n" for i, key in enumerate(keys)))
     assert main(["label", "import", "r", "l.csv"]) == 0
-    assert "(the encoder of step 5: train again when it has learned on)" in capsys.readouterr().out
+    assert "(the encoder of step 5: train again after it has learned more)" in capsys.readouterr().out
     assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["class"] in ("0", "1")
     assert main(["label", "export", "r", "l.csv"]) == 2
@@ -152,7 +155,8 @@ def test_compare(folder, tmp_path, capsys):
     [
         (["rnu"], "did you mean 'run'"),
         (["fleet", "simulat", "--rounds", "2"], "no command 'fleet simulat': did you mean 'fleet simulate'"),
-        (["flet", "simulate"], "did you mean 'fleet simulate'"),
+        (["flet", "simulate"], "no command 'flet': did you mean 'fleet'"),
+        (["fleet"], "a command must follow 'streamclr fleet': use simulate, keys, server, device"),
         (["lable", "export", "run", "a.csv"], "no command 'lable': did you mean 'label'"),
         (["rnu", "clip.mp4"], "no command 'rnu': did you mean 'run'"),
         (["run", "--polcy", "fifo"], "did you mean '--policy'"),
@@ -162,13 +166,13 @@ def test_compare(folder, tmp_path, capsys):
         (["run", "--source", "nowhere"], "no source 'nowhere'"),
         (["run", "--source", "folder:nowhere"], "no directory 'nowhere'"),
         (["run", "--source"], "expected one argument"),
-        (["run", "extra"], "has no 'extra'"),
-        (["eval"], "run"),
+        (["run", "extra"], "unexpected 'extra': write streamclr run [options]"),
+        (["eval"], "required: RUN (see streamclr eval --help)"),
         (["eval", "nowhere"], "nowhere is no run directory"),
         (["eval", "nowhere", "--fractions", "x"], "nowhere is no run directory"),
         (["predict", "nowhere"], "--source"),
         (["predict", "nowhere", "--source", "synthetic:"], "nowhere is no run directory"),
-        (["report"], "runs"),
+        (["report"], "required: RUN"),
         (["report", "nowhere"], "nowhere is no run directory"),
         (["compare", "--policies", "contrast,nothing"], "no policy 'nothing'"),
         (["compare", "--seeds", "0"], "seeds is 0"),
@@ -180,7 +184,8 @@ def test_compare(folder, tmp_path, capsys):
         (["compare", "--width", "0"], "width is 0"),
         (["compare", "--fractions", "9"], "fraction is 9"),
         (["--foo"], "no command before '--foo'"),
-        (["data", "put", "cifar10"], "streamclr data get NAME"),
+        (["data", "put", "cifar10"], "no command 'data put': did you mean 'data get'?"),
+        (["data"], "a command must follow 'streamclr data': use get"),
         (["data", "get", "mnist"], "no dataset 'mnist'"),
         (["data", "get", "cifar10", "--from", "nowhere"], "no files of CIFAR-10 at nowhere"),
         (["data", "get", "cifar10", "--from", ""], "no files of CIFAR-10 at ."),
@@ -195,12 +200,13 @@ def test_compare(folder, tmp_path, capsys):
         (["run", "--source", "rtps://user:secret@host/1"], "no source 'rtps://user:***@host/1'"),
         (["run", "--metrics", "door"], "--metrics is 'door': use a whole number"),
         (["run", "--label-budget", "few"], "label_budget is 'few': use a share as 1%"),
-        (["label"], "words"),
+        (["label"], "a command must follow 'streamclr label': use page, export, import, train"),
+        (["label", "nowhere", "--prot", "0"], "no option '--prot' in streamclr label page: did you mean '--port'?"),
         (["label", "nowhere"], "nowhere is no run directory"),
         (["label", "train", "nowhere"], "nowhere is no run directory"),
-        (["label", "exprot", "r", "l.csv"], "cannot 'exprot': did you mean 'export'?"),
-        (["label", "export", "r"], "streamclr label export takes a run and a file"),
-        (["label", "train", "r", "l.csv"], "streamclr label train takes a run"),
+        (["label", "exprot", "r", "l.csv"], "no command 'label exprot': did you mean 'label export'?"),
+        (["label", "export", "r"], "required: FILE (see streamclr label export --help)"),
+        (["label", "train", "r", "l.csv"], "unexpected 'l.csv': write streamclr label train RUN"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, told, capsys, tmp_path, monkeypatch):
@@ -230,15 +236,35 @@ def test_a_journal_that_is_being_written_can_be_reported(folder, tmp_path):
     assert main(["report", "r"]) == 0
 
 
-@pytest.mark.parametrize(
-    "command", ["demo", "run", "eval", "predict", "rollback", "export", "report", "compare", "label", "data", "doctor"]
-)
-def test_help_tells_every_option_with_its_default(command, capsys):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_page_of_its_own_with_defaults(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
+        main([*name.split(), "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert command != "run" or ("--rescore-every" in out and "[256]" in out)
+    assert out.startswith(f"usage: streamclr {name} ")
+    assert " ".join(COMMANDS[name].summary.split()) in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+    assert name != "run" or ("--rescore-every" in out and "[256]" in out and "draws [0]" in " ".join(out.split()))
+
+
+@pytest.mark.parametrize("group", ["label", "data", "fleet"])
+def test_the_help_of_a_group_lists_its_commands(group, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([group, "--help"])
+    assert stop.value.code == 0
+    listed = re.findall(r"^  (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [name.split()[1] for name in COMMANDS if name.startswith(f"{group} ")]
+
+
+@pytest.mark.parametrize(
+    "words", [["label", "r"], ["label", "--port", "0", "r"], ["label", "page", "r", "--port", "0"]]
+)
+def test_label_with_a_run_alone_is_its_page(words):
+    function, config = parse(words)
+    assert function is COMMANDS["label page"].function
+    assert (config.run, config.port) == ("r", 0 if "0" in words else 8765)
 
 
 def test_help_and_version(capsys):
@@ -246,7 +272,9 @@ def test_help_and_version(capsys):
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == 0
-    assert "streamclr 0." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "streamclr 0." in out
+    assert "as few as 1 % labels" in out
 
 
 def test_the_installed_command_and_a_closed_pipe(folder, tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from streamclr.cli.entry import COMMANDS, parse
+from streamclr.cli.commands import COMMANDS
+from streamclr.cli.parser import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,7 +26,8 @@ def commands(page):
 def test_commands_parse(page):
     for words in commands(page):
         _, config = parse(words)
-        command = COMMANDS.get(" ".join(words[:2])) or COMMANDS[words[0]]
+        names = (" ".join(words[:2]), words[0], f"{words[0]} page")
+        command = next(COMMANDS[name] for name in names if name in COMMANDS)
         assert isinstance(config, command.config)
 
 

@@ -237,8 +237,8 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
             ours.take(version, ours.current)
             until(lambda number=number: newest() == number, seconds=60)
         said = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=True).stdout
-        assert said.startswith("version 1 (step 0, 0 labels")
-        assert said.endswith("is served again, version 2 no more\n")
+        assert said.startswith("now serving version 1 (step 0, 0 labels")
+        assert said.endswith(" instead of version 2\n")
         until(lambda: newest() == 1, seconds=60)
         until(lambda: any("rolled back: version 1" in event for event in events(path)), seconds=60)
         again = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=False)

@@ -108,7 +108,7 @@ def unit():
 
 
 def test_the_unit_of_the_docs_starts_a_command_that_exists():
-    from streamclr.cli.entry import parse
+    from streamclr.cli.parser import parse
 
     _, config = parse(re.search(r"^ExecStart=\S+/streamclr (.*)$", unit(), re.MULTILINE)[1].split())
     assert config.out.startswith("/var/lib/streamclr/")

@@ -1,1 +1,1 @@
-"""The command line: parses options, calls the other rooms and prints. Nothing imports it."""
+"""The command line: the table of commands, their parsers, and one file of functions per group. Nothing imports it."""

@@ -1,9 +1,8 @@
-"""What the commands of a fleet do."""
+"""The commands `fleet simulate` and `fleet keys`."""
 
 from streamclr.base.table import Table, percent
-from streamclr.fleet.deploy import join, serve
 from streamclr.fleet.keys import make_keys
-from streamclr.fleet.options import DeviceOptions, KeysOptions, ServerOptions, SimulateOptions
+from streamclr.fleet.options import KeysOptions, SimulateOptions
 from streamclr.fleet.simulate import simulate
 
 
@@ -14,21 +13,13 @@ def simulate_command(config: SimulateOptions) -> None:
         rows.append([f"the fleet's classifier, {results['n_labels']} labels", percent(results["classifier"])])
     note = (
         f"{config.devices} devices, {results['rounds']} rounds, {results['images']:,} images; "
-        f"{results['answers']} updates taken, {sum(results['refused'].values())} refused, "
-        f"{results['failed']} failed, {results['silent']} silent"
+        f"{results['answers']} updates accepted, {sum(results['refused'].values())} rejected, "
+        f"{results['failed']} failed, {results['silent']} without an answer"
     )
     Table("The fleet's encoder", ["", "accuracy"], rows, note).print()
     print(f"encoder: {path / 'model.safetensors'}")
 
 
-def server_command(config: ServerOptions) -> int:
-    return serve(config)
-
-
-def device_command(config: DeviceOptions) -> None:
-    join(config)
-
-
 def keys_command(config: KeysOptions) -> None:
     directory, n_new = make_keys(config)
-    print(f"{n_new} new device keys in {directory}: give each device its own, and ca.crt")
+    print(f"{n_new} new device keys in {directory}: copy to each device its own key and ca.crt")

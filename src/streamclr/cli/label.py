@@ -1,0 +1,70 @@
+"""The commands `label page`, `export`, `import` and `train`."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamclr.base.errors import UserError
+from streamclr.base.options import option
+from streamclr.base.table import percent
+from streamclr.labelling.exchange import export_labels, import_labels
+from streamclr.labelling.session import Asking
+from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.web.server import PageOptions, ServeOptions, serve
+
+
+@dataclass(frozen=True)
+class LabelPageOptions(PageOptions):
+    run: str = option("", "the run directory")
+
+
+@dataclass(frozen=True)
+class LabelTrainOptions:
+    run: str = option("", "the run directory")
+
+
+@dataclass(frozen=True)
+class LabelFileOptions(LabelTrainOptions):
+    file: str = option("", "a .json file, as Label Studio reads and writes it, or a .csv file")
+
+
+def page_command(config: LabelPageOptions) -> None:
+    directory = RunDirectory.existing(config.run)
+    if directory.config.label_budget is None:
+        raise UserError(f"{directory.path} has no label queue: run with --label-budget 1%")
+    serve(ServeOptions(config.port, config.host, config.allow_host, runs=(config.run,)), page="/label/{run}")
+
+
+def export_command(config: LabelFileOptions) -> None:
+    with _questions_of(config.run) as asking:
+        asking.train()  # the file has the classifier's guesses
+        print(f"{export_labels(asking, Path(config.file))} questions, answered or not, in {config.file}")
+
+
+def import_command(config: LabelFileOptions) -> None:
+    with _questions_of(config.run) as asking:
+        print(f"{import_labels(asking, Path(config.file))} new answers from {config.file}")
+        _train(asking, config.run)
+
+
+def train_command(config: LabelTrainOptions) -> None:
+    with _questions_of(config.run) as asking:
+        _train(asking, config.run)
+
+
+@contextmanager
+def _questions_of(run: str) -> Iterator[Asking]:
+    with closing(Asking(RunDirectory.existing(run))) as asking:
+        asking.prepare(choose_anew=False)
+        yield asking
+
+
+def _train(asking: Asking, run: str) -> None:
+    trained = asking.train()
+    if trained is None:
+        print("no classifier yet: the labels are of fewer than two classes")
+        return
+    accuracy = "" if trained.accuracy is None else f", {percent(trained.accuracy)} right on labels held back"
+    encoder = "" if asking.model_of == FINISHED else f" ({asking.model_of}: train again after it has learned more)"
+    print(f"classifier from {trained.n_labels} labels{accuracy}: streamclr predict {run} --source …{encoder}")

@@ -1,0 +1,104 @@
+"""The commands `run`, `eval`, `report`, `compare`, `demo` and `doctor`."""
+
+import dataclasses
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamclr.base.errors import UserError
+from streamclr.base.options import option
+from streamclr.base.table import Table, labels_heading, percent
+from streamclr.records.directory import RunDirectory
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import open_run_stream
+from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose
+from streamclr.runs.evaluation import evaluate_run
+from streamclr.runs.report import results_table, write_report
+from streamclr.runs.run import run
+from streamclr.sweeps.compare import CompareOptions, compare, demo
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    run: str = option("", "the run directory")
+    fractions: str | None = option(None, "label fractions, separated by commas [those of the run]")
+    supervised: bool = option(False, "also train the supervised baselines on the same labels")
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    runs: tuple[str, ...] = option((), "run directories")
+    out: str | None = option(None, "the HTML file [report.html in the run directory, or in this one for several runs]")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    out: str | None = option(None, "a new directory for the results [runs/demo]")
+
+
+def run_command(config: RunOptions) -> None:
+    path, results = run(config)
+    directory = RunDirectory(path)
+    write_report([path], path / "report.html", title=f"{config.source}, {config.policy}")
+    if results["labels"]:
+        results_table([(path.name, directory)]).print()
+        _print_supervised(results)
+    else:
+        print("no classifier yet: the stream has no labelled test images")
+    if directory.config.label_budget is not None:
+        print(f"label: streamclr label {path}")
+    print(f"report: {path / 'report.html'}")
+
+
+def eval_command(config: EvalOptions) -> None:
+    directory = RunDirectory.existing(config.run)
+    own = directory.config
+    own = dataclasses.replace(own, fractions=config.fractions or own.fractions, supervised=config.supervised)
+    before = {key: value for key, value in (directory.results or {}).items() if key != "supervised"}
+    model = directory.load_model()
+    results = evaluate_run(own, model, open_run_stream(own), directory)
+    if not results["labels"]:
+        raise UserError(f"{own.source} has no labelled test images to evaluate on: label some with streamclr label")
+    directory.save_results(before | results)
+    write_report([directory.path], directory.path / "report.html", title=f"{own.source}, {own.policy}")
+    results_table([(directory.path.name, directory)]).print()
+    _print_supervised(results)
+
+
+def _print_supervised(results: dict[str, Any]) -> None:
+    if supervised := results.get("supervised"):
+        names = {"end_to_end": "end to end", "untrained_encoder": "head on an untrained encoder"}
+        rows = [[name, *(percent(supervised[f][key]) for f in supervised)] for key, name in names.items()]
+        Table("Supervised baselines", ["", *(labels_heading(f) for f in supervised)], rows).print()
+
+
+def report_command(config: ReportOptions) -> None:
+    paths = [RunDirectory.existing(path).path for path in config.runs]
+    out = Path(config.out) if config.out else (paths[0] if len(paths) == 1 else Path()) / "report.html"
+    print(f"report: {write_report(paths, out, title=', '.join(path.name for path in paths))}")
+
+
+def compare_command(config: CompareOptions) -> None:
+    _print_comparison(*compare(config))
+
+
+def demo_command(config: DemoOptions) -> None:
+    _print_comparison(*demo(config.out))
+
+
+def _print_comparison(out: Path, table: Table) -> None:
+    table.print()
+    print(f"report: {out / 'report.html'}")
+
+
+def doctor_command(config: DoctorOptions) -> int:
+    diagnosis = diagnose(config)
+    if config.json:
+        print(json.dumps(diagnosis.as_dict(), indent=1))
+    else:
+        for name, text in diagnosis.rows():
+            lines = textwrap.wrap(text, 68, break_on_hyphens=False)
+            print(f"{name:<12}" + ("\n" + " " * 12).join(lines))
+    return 0 if diagnosis.is_well else 1
