@@ -163,7 +163,7 @@ def agreement() -> None:
 def cifar():
     """CIFAR-10's test images, or None where it is not in the cache."""
     try:
-        return open_stream("cifar10").source.test
+        return open_stream("cifar10").test
     except UserError:
         return None
 
@@ -183,7 +183,7 @@ policy = ContrastScoring(50, precision=$precision)
 learner = Learner(encoder, policy, buffer_size=256, lr=3e-3, seed=$seed, device="cpu")
 for images in stream.segments(256, until=$images):
     learner.learn_many(images)
-train, test = stream.source.train, stream.source.test
+train, test = stream.train, stream.test
 known = torch.arange(0, len(train), 5)
 features, labels, _ = extract(learner.model, train, known)
 tested = extract(learner.model, test)
@@ -528,7 +528,7 @@ def shipped() -> None:
         learner = Learner(encoder, policy, buffer_size=256, batch_size=batch, lr=1e-3, device="cpu")
         for segment in stream.segments(batch, until=batch * n_steps):
             learner.learn_many(segment)
-        train = stream.source.train
+        train = stream.train
         features, labels, _ = extract(learner.model, train, torch.arange(0, len(train), len(train) // n_labels))
         module = Shipped(learner.model, train_head(features, labels, 10, quiet=True), 32)
         buffer = learner.buffer.images

@@ -176,7 +176,7 @@ def test_the_head_of_an_archive_may_say_anything(size, tmp_path):
 def test_a_batch_of_the_other_cifar(tmp_path):
     files = as_python(make_batches(10))
     files = {"train": files["data_batch_1"], "test": files["test_batch"]}
-    with pytest.raises(UserError, match="train has no fine_labels: it is no batch of CIFAR-100"):
+    with pytest.raises(UserError, match="train has no fine_labels: it is not a batch of CIFAR-100"):
         data.load("cifar100", write(tmp_path, files))
 
 

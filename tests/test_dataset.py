@@ -29,6 +29,27 @@ def stream(counts, stc, seed=0, **options):
     return DatasetStream(DatasetSource(data, data, None, stc, seed, **options))
 
 
+@pytest.mark.parametrize(
+    ("images", "told"),
+    [
+        (np.zeros((2, 3, 8, 8), np.float32), "2 x 3 x 8 x 8 of float32: give n x 3 x H x W of uint8"),
+        (np.zeros((2, 3, 8, 8), np.int64), "of int64"),
+        (np.zeros((2, 8, 8, 3), np.uint8), "2 x 8 x 8 x 3 of uint8"),
+        (np.zeros((3, 3, 8, 8), np.uint8), "3 images and 2 labels"),
+    ],
+)
+def test_images_that_are_not_uint8_are_refused(images, told):
+    with pytest.raises(UserError, match=told):
+        ArrayImages(images, np.zeros(2), ["a"])
+
+
+def test_a_source_of_float_images_is_refused():
+    source = stream([5], None).source
+    source.streamed.images = lambda numbers: np.zeros((len(numbers), 3, 8, 8))
+    with pytest.raises(UserError, match="of float64: give n x 3 x H x W of uint8"):
+        DatasetStream(source).read(2)
+
+
 def run_lengths(labels):
     return [(label, len(list(group))) for label, group in itertools.groupby(labels)]
 

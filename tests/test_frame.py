@@ -265,7 +265,7 @@ def test_a_header_is_checked_before_anything_is_decoded(monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
     for data, reason in ((encoded(noise(100, 100)), "too large"), (b"P6 90 90 255\n", "truncated")):
         with pytest.raises(BadFrame) as error:
-            decode(data, 8, most_pixels=9_999)
+            decode(data, 8, max_pixels=9_999)
         assert error.value.reason == reason
 
 
@@ -333,6 +333,26 @@ def test_malformed_images_are_decoded_or_rejected_in_little_memory(n):
     assert counts.keys() <= {"decoded", *REASONS}
     assert mebibytes <= 64
     assert min(counts[reason] for reason in ("decoded", "not an image", "too large", "truncated", "damaged")) > 0
+
+
+def test_stderr_is_open_to_other_threads_while_a_damaged_tiff_is_decoded(monkeypatch, capfd):
+    from PIL import TiffImagePlugin
+
+    load, damaged = (
+        TiffImagePlugin.TiffImageFile.load,
+        bytearray(encoded(noise(64, 64), "TIFF", compression="tiff_lzw")),
+    )
+    damaged[100:2000] = bytes(1900)
+
+    def load_while_another_thread_writes(self):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(os.write, 2, b"from another thread\n").result()
+        return load(self)
+
+    monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "load", load_while_another_thread_writes)
+    with pytest.raises(BadFrame):
+        decode(bytes(damaged))
+    assert set(capfd.readouterr().err.splitlines()) == {"from another thread"}  # and nothing of libtiff
 
 
 def test_two_threads_that_decode_leave_standard_error_as_it_was():

@@ -27,7 +27,7 @@ def test_cameras_and_recordings_are_feeds(tmp_path):
         ("http", 1, 5, 48),
     ]
     (tmp_path / "all.txt").write_text("synthetic:\n")
-    with pytest.raises(UserError, match="a list is of cameras and recordings"):
+    with pytest.raises(UserError, match="a list may only have cameras and recordings"):
         open_source(tmp_path / "all.txt")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamclr import open_stream
+from streamclr import UserError, open_stream
 from streamclr.streams.datasets.synthetic import CLASSES, SHAPES, TEXTURES
 
 
@@ -47,6 +47,22 @@ def test_test_images_are_never_in_the_stream():
     assert len(train) == 5000
     assert np.bincount(train.labels).tolist() == [500] * 10
     assert np.bincount(test.labels).tolist() == [200] * 10
+
+
+def test_fewer_labelled_images_are_the_first_of_the_default_ones():
+    few, default = open_stream("synthetic:?train=40&test=30", size=16), open_stream("synthetic:", size=16)
+    for some, every in ((few.train, default.train), (few.test, default.test)):
+        numbers = np.arange(len(some))
+        assert np.array_equal(some.labels, every.labels[numbers])
+        assert np.array_equal(some.images(numbers), every.images(numbers))
+    assert (len(few.train), len(few.test), len(default.train), len(default.test)) == (40, 30, 5000, 2000)
+
+
+@pytest.mark.parametrize("option", ["train=9", "test=0", "train=100001", "test=-1"])
+def test_too_few_or_too_many_labelled_images_are_refused(option):
+    name, n = option.split("=")
+    with pytest.raises(UserError, match=f"^{name} is {n}: use 10 to 100,000 labelled images$"):
+        open_stream(f"synthetic:?{option}")
 
 
 def test_neither_shape_nor_texture_alone_tells_the_class():

@@ -1,19 +1,22 @@
-"""The account of frames: every frame that a source received was learned from, passed over or rejected, and why."""
+"""The account of frames: each frame that was received is learned from, passed over or rejected, with the reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-AFTERWARDS = ("undone", "learner busy", "learner stopped")  # why a frame is passed over that was whole and in time
+# Reasons to pass over a frame that was decoded and could be classified first.
+AFTER_DECODING = ("undone", "learner busy", "learner stopped")
 
 
 @dataclass
 class Account:
+    """How many frames were received, and what became of them; received = learned + passed over + rejected."""
+
     received: int = 0
     learned: int = 0
-    passed: Counter[str] = field(default_factory=Counter)  # whole frames that were not used, by reason
-    rejected: Counter[str] = field(default_factory=Counter)  # what was no frame that can be used, by reason
-    predicted: int = 0  # frames whose class stands in predictions.jsonl
+    passed: Counter[str] = field(default_factory=Counter)  # good frames that were not used, by reason
+    rejected: Counter[str] = field(default_factory=Counter)  # frames that could not be decoded, by reason
+    predicted: int = 0  # frames with a line in predictions.jsonl
 
     @property
     def is_balanced(self) -> bool:
@@ -21,12 +24,12 @@ class Account:
 
     @property
     def classifiable(self) -> int:
-        """All frames but those that were rejected, or passed over before anybody could look at them."""
-        before = sum(n for reason, n in self.passed.items() if reason not in AFTERWARDS)
+        """Frames that were decoded: all but those rejected, and those passed over before that."""
+        before = sum(n for reason, n in self.passed.items() if reason not in AFTER_DECODING)
         return self.received - self.rejected.total() - before
 
     def pass_over(self, n: int, reason: str) -> None:
-        """Frames that were to be learned from, and will not be."""
+        """Move `n` frames from learned to passed over."""
         self.learned -= n
         self.passed[reason] += n
 

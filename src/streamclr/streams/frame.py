@@ -1,15 +1,16 @@
-"""A picture from a file or a camera as an array: converted rightly, or rejected for one of a few reasons.
+"""Decodes a picture from a file or a camera into an array, or rejects it for one of a few reasons.
 
 Needs no torch, so that a small capture process can use it.
 """
 
+import ctypes
 import logging
 import os
 import struct
-import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 from streamclr.base.errors import UserError
 
 REASONS = (
-    "unreadable",  # the disk's fault, or no file
+    "unreadable",  # no such file, or the disk fails
     "empty",
     "not an image",
     "too large",
@@ -28,9 +29,9 @@ REASONS = (
     "pixels without a range",
 )
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-# The most pixels that a byte can hold: of a black picture, in the densest variant of the format.
+# The most pixels per byte: of a black picture, in the densest variant of the format.
 PIXELS_PER_BYTE = {"JPEG": 400, "MPO": 400, "PNG": 8_300, "WEBP": 600, "GIF": 2_800, "BMP": 130, "PPM": 8}
-FULL_HD = 1920 * 1080  # up to here a sparse picture costs little
+FULL_HD_PIXELS = 1920 * 1080  # up to here a sparse picture costs little memory
 UPRIGHT = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -41,7 +42,7 @@ UPRIGHT = {  # by EXIF orientation
     8: Image.Transpose.ROTATE_90,
 }
 
-logging.getLogger("PIL").addHandler(logging.NullHandler())  # else its remarks on odd TIFFs go to stderr
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # or its warnings on odd TIFFs go to stderr
 
 
 class BadFrame(UserError):
@@ -52,16 +53,17 @@ class BadFrame(UserError):
         self.reason = reason
 
 
-def decode(file: Path | bytes, size: int | None = None, most_pixels: int = 64_000_000) -> np.ndarray:
-    """H x W x 3, uint8: the upright picture in RGB, on white where it is transparent; of an animation the first.
+def decode(file: Path | bytes, size: int | None = None, max_pixels: int = 64_000_000) -> np.ndarray:
+    """H x W x 3, uint8: the upright picture in RGB, on white where it is transparent; the first of an animation.
 
-    size: the shorter side is scaled to it and the middle cut out; without, the picture keeps its size.
+    size: the shorter side is scaled to it and the middle cut out. Without it the picture keeps its size.
     """
-    with _opened(file, most_pixels) as opened:
+    with _opened(file, max_pixels) as opened:
         if size is not None:
             opened.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        with _libtiff_silent() if opened.format == "TIFF" else nullcontext():
-            opened.load()
+        if opened.format == "TIFF":
+            _silence_libtiff()
+        opened.load()
         turn = UPRIGHT.get(_orientation(opened))
         image = _eight_bits(opened, _name(file))
         if turn is not None:
@@ -73,14 +75,14 @@ def decode(file: Path | bytes, size: int | None = None, most_pixels: int = 64_00
         return np.array(image)
 
 
-def dimensions(file: Path | bytes, most_pixels: int = 64_000_000) -> tuple[int, int]:
-    """Width and height by the header alone, before any turning."""
-    with _opened(file, most_pixels) as image:
+def dimensions(file: Path | bytes, max_pixels: int = 64_000_000) -> tuple[int, int]:
+    """Width and height by the header alone, before EXIF rotation."""
+    with _opened(file, max_pixels) as image:
         return image.size
 
 
 def square(pixels: np.ndarray, size: int) -> np.ndarray:
-    """The same scaling for a frame that is decoded already: H x W x 3 to size x size x 3."""
+    """The same scaling for a decoded frame: H x W x 3 to size x size x 3."""
     return np.array(_fit(Image.fromarray(pixels), size))
 
 
@@ -91,11 +93,11 @@ def _fit(image: Image.Image, size: int) -> Image.Image:
 
 
 @contextmanager
-def _opened(file: Path | bytes, most_pixels: int) -> Iterator[ImageFile.ImageFile]:
-    """A picture whose header was checked; whatever goes wrong with it, inside the block too, is a BadFrame."""
+def _opened(file: Path | bytes, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
+    """A picture whose header was checked; every error with it, inside the block too, becomes a BadFrame."""
     what = _name(file)
     try:
-        if isinstance(file, Path) and not file.is_file():  # a pipe would be waited for
+        if isinstance(file, Path) and not file.is_file():  # opening a pipe would wait for a writer
             raise BadFrame(what, "unreadable", "there is no such file")
         with warnings.catch_warnings(), file.open("rb") if isinstance(file, Path) else BytesIO(file) as data:
             warnings.simplefilter("ignore")
@@ -103,11 +105,11 @@ def _opened(file: Path | bytes, most_pixels: int) -> Iterator[ImageFile.ImageFil
             data.seek(0)
             if n_bytes == 0:
                 raise BadFrame(what, "empty", "it has no bytes")
-            if claimed := _webp_size(data.read(30)):  # Pillow allocates a WebP's pixels when it opens it
-                _check_size(what, "WEBP", claimed, n_bytes, most_pixels)
+            if claimed := _webp_size(data.read(30)):  # Pillow allocates all pixels of a WebP when it opens it
+                _check_size(what, "WEBP", claimed, n_bytes, max_pixels)
             data.seek(0)
             with Image.open(data, formats=FORMATS) as image:
-                _check_size(what, image.format, image.size, n_bytes, most_pixels)
+                _check_size(what, image.format, image.size, n_bytes, max_pixels)
                 _check_cover(what, image)
                 yield image
     except BadFrame:
@@ -116,51 +118,47 @@ def _opened(file: Path | bytes, most_pixels: int) -> Iterator[ImageFile.ImageFil
         raise BadFrame(what, "not an image", "no known format, or a damaged header") from error
     except (Image.DecompressionBombError, MemoryError) as error:
         raise BadFrame(what, "too large", error) from error
-    except Exception as error:  # Pillow's parsers raise whatever Python raises on bytes that make no sense
+    except Exception as error:  # Pillow's parsers raise errors of any type on damaged bytes
         if isinstance(error, OSError) and error.errno is not None:
             raise BadFrame(what, "unreadable", error.strerror) from error
         cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
         raise BadFrame(what, "truncated" if cut else "damaged", error) from error
 
 
-@contextmanager
-def _libtiff_silent() -> Iterator[None]:
-    """libtiff writes what is wrong with a picture to stderr itself, past Python, as well as failing."""
-    with _one_at_a_time:  # or the second would take the first one's nowhere for what is to be restored
-        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, 2)
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            os.close(nowhere)
+@cache
+def _silence_libtiff() -> None:
+    """libtiff prints to stderr, besides failing. Pillow has no switch for that, libtiff has: no handlers, no messages.
 
-
-_one_at_a_time = threading.Lock()
+    Where Pillow's library does not show its symbols (Windows) the messages stay; they do no harm.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(Image.core.__file__)  # with the libraries that it is linked to
+        for function in (library.TIFFSetErrorHandler, library.TIFFSetWarningHandler):
+            function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_void_p
+            function(None)
 
 
 def _name(file: Path | bytes) -> str:
     return f"the image {file}" if isinstance(file, Path) else f"a frame of {len(file)} bytes"
 
 
-def _check_size(what: str, format: str | None, size: tuple[int, int], n_bytes: int, most_pixels: int) -> None:
+def _check_size(what: str, format: str | None, size: tuple[int, int], n_bytes: int, max_pixels: int) -> None:
     n_pixels, claim = size[0] * size[1], f"its header claims {size[0]} x {size[1]} pixels"
     if n_pixels < 1:
         raise BadFrame(what, "empty", claim)
-    if n_pixels > most_pixels:
-        raise BadFrame(what, "too large", f"{claim}, and {most_pixels:,} are allowed")
+    if n_pixels > max_pixels:
+        raise BadFrame(what, "too large", f"{claim}, and {max_pixels:,} are allowed")
     most = n_bytes * PIXELS_PER_BYTE.get(format or "", 10_000)
-    if format == "WEBP":  # of one colour it takes a few dozen bytes at any size
-        most = max(most, FULL_HD)
+    if format == "WEBP":  # one colour takes a few dozen bytes at any size
+        most = max(most, FULL_HD_PIXELS)
     if n_pixels > most:
         raise BadFrame(what, "truncated", f"{claim}, which its {n_bytes} bytes cannot hold")
 
 
 def _check_cover(what: str, image: ImageFile.ImageFile) -> None:
-    """A TIFF may lack strips, and the first frame of an animation be a dot in a large canvas: Pillow would fill up."""
+    """Reject a TIFF that lacks strips, and an animation whose first frame is small: Pillow would invent the rest."""
     boxes = [image.info["bbox"]] if "bbox" in image.info else [tile[1] for tile in image.tile if tile[1]]
-    if not boxes or (image.format == "GIF" and image.width * image.height <= FULL_HD):
+    if not boxes or (image.format == "GIF" and image.width * image.height <= FULL_HD_PIXELS):
         return
     # A box is left, top, right, bottom.
     right, bottom = max(box[2] for box in boxes), max(box[3] for box in boxes)
@@ -184,7 +182,7 @@ def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(0x0112, 1))
     except (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, OSError, EOFError, struct.error):
-        return 1  # a damaged EXIF block says nothing about the pixels
+        return 1  # the pixels may be fine though the EXIF block is damaged
 
 
 def _eight_bits(image: Image.Image, what: str) -> Image.Image:

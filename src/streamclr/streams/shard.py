@@ -1,4 +1,4 @@
-"""What one rank of several reads of a source: every n-th segment."""
+"""The part of a source that one rank of several reads: every nth segment."""
 
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Shard:
-    """Of the segments of a source those with the numbers index, index + n, index + 2n, …
+    """The segments number index, index + n, index + 2n, … of a source.
 
-    So n ranks together see in each step what one process with segments of n times the size would. An image has a number
-    of its own here; the source ends where not every rank has a whole segment.
+    Together, n ranks see in each step what one process with segments of n times the size would see. Images are numbered
+    anew. The shard ends with the last segment that is whole on every rank.
     """
 
     def __init__(self, whole: "Source", index: int, n: int, segment: int):

@@ -1,5 +1,7 @@
-"""What a source string such as `cifar10?stc=500`, `clip.mp4` or `rtsp://camera/1` stands for. Needs no torch, so that a
-device without it can classify from any source."""
+"""Parses source strings such as `cifar10?stc=500`, `clip.mp4` or `rtsp://camera/1`.
+
+Needs no torch, so that a device without it can classify from any source.
+"""
 
 import glob
 import inspect
@@ -29,7 +31,7 @@ class Source(Protocol):
     def n_images(self) -> int | None: ...  # None: endless
 
     @property
-    def epoch(self) -> int | None: ...  # images in one pass; None: there is no such thing
+    def epoch(self) -> int | None: ...  # images in one pass; None: there are no passes
 
     @property
     def classes(self) -> tuple[str, ...]: ...  # empty: unlabelled
@@ -57,7 +59,7 @@ VIDEOS = {".mp4", ".mkv", ".avi", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts
 
 
 def open_source(source: str | Path, **options: Any) -> Source | list[Feed]:
-    """What a source string stands for: images by their numbers, or, of cameras and recordings, the feeds.
+    """The source of a source string: images by their numbers, or a list of cameras and recordings.
 
     Options may stand in the string or be given as keywords, which win.
     """
@@ -69,7 +71,7 @@ def open_source(source: str | Path, **options: Any) -> Source | list[Feed]:
     feeds = []
     for kind, where, own in lines:
         if kind not in FEEDS:
-            raise UserError(f"{path} lists {kind}:{where}: a list is of cameras and recordings")
+            raise UserError(f"{path} lists {kind}:{where}: a list may only have cameras and recordings")
         feeds.append(opts.build(FEEDS[kind], given | own, f"the source {kind}", where))
     return feeds
 
@@ -81,10 +83,10 @@ def takes(source: str | Path, option: str) -> bool:
 
 
 def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
-    """`folder:DIR?size=64` as name, path and options; what is written without a name is found by what it is.
+    """Name, path and options of a source such as `folder:DIR?size=64`. Without a name its kind is recognised.
 
-    The options of a URL stand behind a `#`, as in `http://camera/video?id=1#fps=5`, or, if there is none, among those
-    of its query that are ours.
+    The options of a URL come after a `#`, as in `http://camera/video?id=1#fps=5`. Without a `#`, those in its query
+    that have the name of an option are taken.
     """
     text = str(source)
     scheme, _, rest = text.partition("://")
@@ -92,7 +94,9 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
         url, _, fragment = text.partition("#")
         if fragment:
             if "=" not in fragment or "@" in fragment:
-                raise UserError("what stands behind the # of a URL is no option: write a # in a password as %23")
+                raise UserError(
+                    "the text after the # of a URL is not an option such as fps=5: write a # in a password as %23"
+                )
             return URLS[scheme], url, opts.split(f"?{fragment}")[1]
         url, _, query = url.partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
@@ -115,15 +119,15 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
     if file.is_file() and file.suffix.lower() in (".txt", ".list"):
         return "list", text, options
     names = opts.one_of(name, [*SOURCES, *FEEDS])
-    raise UserError(f"no source {opts.redacted(text)!r}: it is no directory, no video file, no URL, and {names}")
+    raise UserError(f"no source {opts.redacted(text)!r}: it is not a directory, video file or URL; {names}")
 
 
 def absolute_source(source: str) -> str:
-    """The same source, to be found from any working directory."""
+    """The same source with absolute paths."""
     name, path, options = split_source(source)
     if name in URLS.values() or name == "stdin":
         return source
-    # A link stays one: /dev/v4l/by-id/… is the same camera after a restart, /dev/video0 may be another.
+    # Links are not resolved: /dev/v4l/by-id/… is the same camera after a restart, /dev/video0 may be another.
     if name == "imagenet" and os.path.isfile(listed := os.path.expanduser(options.get("classes", ""))):
         options["classes"] = os.path.abspath(listed)
     where = f":{os.path.abspath(os.path.expanduser(path))}" if path else ":" * (":" in source)
@@ -131,7 +135,7 @@ def absolute_source(source: str) -> str:
 
 
 def _lines(path: str) -> list[str]:
-    """The sources that a file lists, one a line; `#` begins a line that is not one."""
+    """The sources that a file lists, one a line; lines that begin with `#` are comments."""
     if not Path(path).is_file():
         raise UserError(f"no file {path!r}: a list has a source on each line")
     lines = [line.strip() for line in Path(path).read_text("utf-8", errors="replace").splitlines()]

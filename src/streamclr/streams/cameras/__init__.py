@@ -1,1 +1,1 @@
-"""Cameras and recordings: each is read by a process of its own. Never imports torch."""
+"""Cameras and recordings: each is read by a process of its own. Imports no torch."""

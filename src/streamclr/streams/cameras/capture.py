@@ -1,13 +1,13 @@
-"""Frames of one camera or recording, taken in a process of its own, because a driver's read can hang for ever.
+"""Reads one camera or recording in a process of its own, because a driver can hang without end.
 
-`python -m streamclr.streams.cameras.capture` reads its feed (JSON, one line; not an argument, which everybody may see:
-a URL has passwords) and then answers on standard output what is asked on standard input:
+`python -m streamclr.streams.cameras.capture` reads its feed as a line of JSON from standard input (an argument could be
+seen by every user of the machine, and URLs have passwords). Then it answers requests on standard output:
 
-    ask     {"frames": at most so many, "seconds": how long to wait for the first}
-    answer  {"n": frames that follow, "account": what became of others since the last answer, "place": where a recording
-            goes on after them, "waiting": frames that could follow, "captured": frames in all, "quiet": seconds without
-            a sign of life, "ended": true if there will be no more, "events": [what happened to the connection]},
-            and n x size x size x 3 bytes
+    request {"frames": the most frames to send, "seconds": how long to wait for the first}
+    answer  {"n": frames that follow, "account": of frames since the last answer, "place": where to resume after them,
+            "waiting": frames left in the queue, "captured": frames read in all, "quiet": seconds since a sign of life,
+            "ended": true if there will be no more, "events": [reasons why the connection was lost]},
+            then n x size x size x 3 bytes
 
 It ends when its standard input does. It never imports torch: a device may have many cameras.
 """
@@ -30,7 +30,7 @@ from streamclr.streams.frame import BadFrame
 
 
 class CaptureThread:
-    """A thread that takes frames, and a bounded queue from which they are fetched."""
+    """A thread that reads frames into a bounded queue."""
 
     def __init__(self, feed: Feed):
         self.feed = feed
@@ -38,18 +38,18 @@ class CaptureThread:
         self.ended = False
         self.events: list[str] = []
         self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account]] = deque()
-        self._since = Account()  # what became of frames since the last one that was queued
+        self._since = Account()  # of the frames since the last one that was queued
         self._change = threading.Condition()
         self._sign_of_life = time.monotonic()
-        self._place = feed.place  # after the last frame, whatever became of it
-        _, due, self._count = feed.place  # frames before, those of an earlier process included
-        self._due = due if feed.kind == "video" else 0.0  # when to take a frame, if there is a rate to keep
+        self._place = feed.place  # after the last frame, queued or not
+        _, due, self._count = feed.place  # frames so far, with those of earlier processes
+        self._due = due if feed.kind == "video" else 0.0  # when the next frame is due, if fps is given
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._take_all()
-        finally:  # a bug in here ends the stream: it must not look like a camera without frames
+        finally:  # a bug here must end the stream, not look like a camera without frames
             with self._change:
                 self.ended = True
                 self._change.notify_all()
@@ -73,14 +73,14 @@ class CaptureThread:
             with self._change:
                 self._sign_of_life = time.monotonic()
                 self.ended = feed.ends or (feed.retries is not None and n_failed > feed.retries)
-                if why and n_failed <= 1:  # a camera that stays away is told of once
+                if why and n_failed <= 1:  # report a lost camera once
                     self.events.append(why)
                 self._change.notify_all()
             if not self.ended:
                 time.sleep(min(MAX_RETRY_SECONDS, MIN_RETRY_SECONDS * 2**n_failed) * random.uniform(0.5, 1.0))
 
     def _take(self, raw: Raw) -> None:
-        """Decode a frame and queue it; it is in the account once it is known what becomes of it."""
+        """Decode a frame and queue it, or note why not."""
         self.captured += 1
         self._count += 1
         reason, frame = self._passes_over(raw), None
@@ -114,18 +114,18 @@ class CaptureThread:
             now, period = time.monotonic() if raw.seconds is None else raw.seconds, 1 / self.feed.fps
             if now < self._due - 1e-6:
                 return "fps"
-            # A period after this one was due, so that the mean rate is kept; after a pause a period from now.
+            # A period after this frame was due, which keeps the mean rate; after a pause, a period from now.
             self._due = (self._due if now < self._due + period else now) + period
         return ""
 
-    def fetch(self, most: int, seconds: float) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """The answer to one ask: the oldest frames that wait, once there is one or the time is over."""
+    def fetch(self, n_max: int, seconds: float) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """The answer to a request: the oldest waiting frames, as soon as there is one or the time is over."""
         with self._change:
-            # Of a recording one more than asked: only then it is known whether these are the last, and whom to ask next
-            # does not depend on who is fast.
-            enough = most + 1 if self.feed.exact else 1
+            # A recording waits for one more than asked for. Then it is known whether these are the last ones, and the
+            # order in which several recordings are asked does not depend on their speed.
+            enough = n_max + 1 if self.feed.exact else 1
             self._change.wait_for(lambda: len(self._queue) >= enough or self.ended, seconds)
-            n = min(most, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
+            n = min(n_max, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
             taken = [self._queue.popleft() for _ in range(n)]
             account = Account()
             for _, _, own in taken:
@@ -161,6 +161,6 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):  # the learner is gone
+    with suppress(BrokenPipeError):  # the learner has ended
         serve(sys.stdin.buffer, sys.stdout.buffer)
-    os._exit(0)  # not waiting for a thread that may hang in a driver
+    os._exit(0)  # does not wait for the thread, which may hang in a driver

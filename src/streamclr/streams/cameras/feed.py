@@ -1,4 +1,4 @@
-"""One camera or recording: where it is, how it is taken, and how its frames are opened."""
+"""One camera or recording: its address, its options, and how it is opened."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,24 +19,25 @@ from streamclr.streams.frame import decode
 
 
 class Raw(NamedTuple):
-    """A frame as it came, not yet decoded, so that passing over it costs little."""
+    """A frame that is not yet decoded, so that passing it over costs little."""
 
-    decode: Callable[[int], np.ndarray]  # its square of so many pixels; raises BadFrame
-    place: Any = None  # where a recording goes on after it
+    decode: Callable[[int], np.ndarray]  # from the side in pixels to size x size x 3; raises BadFrame
+    place: Any = None  # mark after it, from which the source resumes
     seconds: float | None = None  # its time in a recording; None: now
 
 
 @dataclass(frozen=True)
 class Feed:
-    """One camera or recording, and how it is taken.
+    """One camera or recording, with its options.
 
     kind: camera, rtsp, http, stdin, watch or video.
-    drops: what comes too fast is passed over, the oldest first; else the source waits.
-    fps, every: take no more frames than so many a second; take every so manieth.
+    drops: if the learner is too slow, the oldest waiting frames are passed over; else the source waits.
+    fps: at most that many frames a second.
+    every: every Nth frame.
     timeout: seconds without a frame after which a connection counts as lost.
-    retries: how often in a row a connection is tried again; None is for ever.
-    queue: frames that wait at most.
-    place: where to go on: the source's own mark, when the next frame is due, and how many came before.
+    retries: how often in a row a connection is tried again; None: without limit.
+    queue: the largest number of waiting frames.
+    place: where to resume: the source's own mark, when the next frame is due (s), number of frames before.
     """
 
     kind: str
@@ -52,16 +53,16 @@ class Feed:
 
     @property
     def ends(self) -> bool:
-        """Whether the end of the source is the end, and not the loss of a connection."""
+        """Whether the source can end; if a camera stops sending, its connection is lost."""
         return self.kind in ("video", "stdin")
 
     @property
     def exact(self) -> bool:
-        """Whether it gives just as many frames as it is asked for, always the same: a recording, which has them all."""
+        """Whether it always gives the same frames: a recording that waits for the learner."""
         return self.kind == "video" and not self.drops
 
     def open(self, mark: Any) -> Iterator[Raw]:
-        """Frames after a mark, until the source ends; one of CONNECTION_ERRORS if it is lost."""
+        """Frames after a mark, until the source ends; raises one of CONNECTION_ERRORS if it is lost."""
         if self.kind == "camera":
             return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
         if self.kind == "rtsp":
@@ -78,10 +79,8 @@ class Feed:
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
 
 
-CONNECTION_ERRORS = (OSError, HTTPException, VideoError, ValueError)  # of a connection: it is made again
-
-
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 4.0  # seconds before a connection is tried again
+CONNECTION_ERRORS = (OSError, HTTPException, VideoError, ValueError)
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 4.0  # pause before a connection is tried again
 
 
 def _decoder(content: Any) -> Callable[[int], np.ndarray]:
@@ -95,10 +94,8 @@ def _standard_input(fd: int) -> Iterator[bytes]:
     yield from splitter.rest()
 
 
-CAMERAS = ("camera", "rtsp", "http")  # kinds that send by themselves, and may fall silent
-
-
-KINDS = {  # kind: what its place is
+CAMERAS = ("camera", "rtsp", "http")  # kinds that send frames by themselves, and may stop to
+KINDS = {  # kind: its address
     "camera": "a device as in /dev/video0",
     "rtsp": "a URL",
     "http": "a URL",
@@ -118,9 +115,10 @@ def make_feed(
     retries: int | None = None,
     overload: str | None = None,
 ) -> Feed:
-    """A feed with its options checked, and its place too, as far as that can be.
+    """A feed with its options and, as far as possible, its address checked.
 
-    overload: `drop` passes over the oldest frames that wait, `wait` lets the source wait; by its kind unless given.
+    overload: if the learner is too slow, `drop` the oldest waiting frames or let the source `wait`. Default: watch and
+        video wait, the others drop.
     """
     if fps is not None and not 0 < fps < 1e6:
         raise UserError(f"fps is {fps}: use a number above 0")
@@ -129,7 +127,7 @@ def make_feed(
     if not 0 < timeout < 1e6:
         raise UserError(f"timeout is {timeout}: use a number of seconds above 0")
     if retries is not None and retries < 0:
-        raise UserError(f"retries is {retries}: use 0 or more, or leave it out to try for ever")
+        raise UserError(f"retries is {retries}: use 0 or more, or leave it out to try without limit")
     if overload not in (None, "drop", "wait"):
         raise UserError(f"overload is {overload!r}: use drop or wait")
     if kind != "stdin" and not where:

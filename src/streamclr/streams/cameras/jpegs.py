@@ -1,4 +1,4 @@
-"""JPEG files one after the other, from standard input or a camera's MJPEG over HTTP."""
+"""A sequence of JPEG files, from standard input or a camera's MJPEG over HTTP."""
 
 import base64
 import time
@@ -6,16 +6,16 @@ import urllib.request
 from collections.abc import Iterator
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-SOI = b"\xff\xd8\xff"  # start of an image, and of the marker behind it
-MAX_JPEG_BYTES = 2**26  # of one image
+SOI = b"\xff\xd8\xff"  # start of an image, and of the marker after it
+MAX_JPEG_BYTES = 2**26
 
 
 class JpegSplitter:
-    """Cuts bytes into JPEG files, whatever stands between them; a file that is cut off comes out as it is."""
+    """Splits bytes into JPEG files and drops what is between them. A truncated file comes out as it is."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self._at = 0  # how far the image at the front is understood; 0: its start is not yet found
+        self._at = 0  # bytes of the first image parsed so far; 0: its start is not yet found
         self._in_scan = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -25,13 +25,13 @@ class JpegSplitter:
                 yield image
 
     def rest(self) -> Iterator[bytes]:
-        """What is left of an image when there will be no more."""
+        """The incomplete image at the end of the data."""
         if self._at:
             yield bytes(self._bytes)
         self._restart(len(self._bytes))
 
     def _next(self) -> bytes | None:
-        """The image at the front, as soon as all of it is there."""
+        """The first image, as soon as it is complete."""
         data = self._bytes
         if not self._at:
             start = data.find(SOI)
@@ -51,7 +51,7 @@ class JpegSplitter:
                     self._at += self._in_scan * (1 if after == 0xFF else 2)
                 continue
             marker = data[self._at + 1]
-            if data[self._at] != 0xFF or marker == 0xD8:  # no marker, or the start of another image
+            if data[self._at] != 0xFF or marker == 0xD8:  # damaged, or the start of another image
                 return self._give_up()
             if marker == 0xD9:
                 return self._cut(self._at + 2)
@@ -67,7 +67,7 @@ class JpegSplitter:
         return self._give_up() if len(data) > MAX_JPEG_BYTES else None
 
     def _give_up(self) -> bytes:
-        """What cannot be understood ends where the next image begins."""
+        """A damaged image ends where the next one begins."""
         start = self._bytes.find(SOI, 2)
         return self._cut(start if start > 0 else min(len(self._bytes), max(2, self._at)))
 
@@ -82,13 +82,13 @@ class JpegSplitter:
 
 
 def mjpeg(url: str, timeout: float) -> Iterator[bytes]:
-    """The images of a camera's MJPEG stream; anything but a JPEG in time is an OSError."""
+    """The images of a camera's MJPEG stream; an OSError if the server sends no JPEG within `timeout` seconds."""
     parts = urlsplit(url)
     plain = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     request = urllib.request.Request(plain, headers={"User-Agent": "streamclr"})
     if parts.username is not None:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
-        # Not to another host, should the camera send us there.
+        # The password does not go to another host if the camera redirects.
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(secret).decode()}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a camera is on the local network
     with opener.open(request, timeout=timeout) as response:
@@ -100,6 +100,6 @@ def mjpeg(url: str, timeout: float) -> Iterator[bytes]:
             for image in splitter.feed(data):
                 last = time.monotonic()
                 yield image
-            if time.monotonic() - last > timeout:  # bytes that trickle are no frame
+            if time.monotonic() - last > timeout:  # the server may send bytes, but no whole frame
                 raise TimeoutError(f"no frame for {timeout:g} s")
         yield from splitter.rest()

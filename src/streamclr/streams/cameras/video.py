@@ -17,10 +17,10 @@ try:
 except ImportError:  # the extra is not installed: only video itself needs it
 
     class VideoError(Exception):  # type: ignore[no-redef]
-        """Never raised."""
+        """Stands for FFmpeg's error; never raised."""
 
 
-Frame = tuple[Callable[[int], np.ndarray], float]  # how to get its square, and its time in seconds
+Frame = tuple[Callable[[int], np.ndarray], float]  # from the side in pixels to size x size x 3, and its time in seconds
 
 
 def check_installed() -> None:
@@ -29,12 +29,12 @@ def check_installed() -> None:
 
 
 def play(path: str) -> Iterator[Frame]:
-    """All frames of a recording, in order."""
+    """The frames of a recording, in order."""
     return _frames(path)
 
 
 def receive(url: str, timeout: float) -> Iterator[Frame]:
-    """RTSP over TCP: over UDP a lost packet is a smeared frame."""
+    """RTSP over TCP: over UDP a lost packet smears frames."""
     return _frames(url, timeout=timeout, options={"rtsp_transport": "tcp"})
 
 
@@ -43,7 +43,7 @@ def camera(device: str, timeout: float) -> Iterator[Frame]:
 
 
 def check(path: str) -> None:
-    """An error in one line if a file is no video."""
+    """An error if a file is not a video."""
     try:
         frame_rate(path)
     except (OSError, VideoError) as error:
@@ -51,7 +51,7 @@ def check(path: str) -> None:
 
 
 def frame_rate(path: str) -> float | None:
-    """Frames a second of a recording, if its file says."""
+    """Frames a second of a recording, if the file has the rate."""
     with av.open(path) as container:
         if not container.streams.video:
             raise OSError(0, "there is no video in it")
@@ -60,7 +60,7 @@ def frame_rate(path: str) -> float | None:
 
 
 def _frames(url: str, **how: Any) -> Iterator[Frame]:
-    av.logging.set_level(av.logging.PANIC)  # what FFmpeg says of a damaged frame is in the account
+    av.logging.set_level(av.logging.PANIC)  # damaged frames are counted in the account instead
     try:
         with av.open(url, **how) as container:
             if not container.streams.video:

@@ -1,4 +1,4 @@
-"""A directory into which somebody writes images."""
+"""Images that are written into a directory."""
 
 import os
 import time
@@ -12,19 +12,19 @@ POLL_SECONDS = 0.2
 
 
 def watch(directory: str, after: Any = None) -> Iterator[tuple[Path, tuple[int, str]]]:
-    """Each image file once, as soon as it is no longer being written, with a mark after which to go on.
+    """Each image file once, as soon as it is complete, with a mark from which to resume.
 
-    A file is taken to be whole when it has not changed between two looks. Files that wait are taken in the order in
-    which they were written, by name where that is the same.
+    A file counts as complete when it has not changed between two polls. Waiting files come in the order of their
+    modification times, then by name.
 
-    after: the mark of the last file that was taken before a restart.
+    after: the mark of the last file before a restart.
     """
     before = _look(directory)
     taken = {name for name, (written, _) in before.items() if after and _order(written, name) <= _order(*after)}
     while True:
         time.sleep(POLL_SECONDS)
         present = _look(directory)
-        taken &= present.keys()  # a name that is gone may come again
+        taken &= present.keys()  # a name may be used again after its file was removed
         whole = [name for name, state in present.items() if name not in taken and before.get(name) == state]
         for name in sorted(whole, key=lambda name: _order(present[name][0], name)):
             taken.add(name)
@@ -37,7 +37,7 @@ def _order(written: int, name: str) -> tuple[int, list[tuple[int, int | str]]]:
 
 
 def _look(directory: str) -> dict[str, tuple[int, int]]:
-    """When each image was written, and its size."""
+    """Modification time and size of each image."""
     found = {}
     with os.scandir(directory) as entries:
         for entry in entries:

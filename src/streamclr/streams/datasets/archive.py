@@ -1,4 +1,4 @@
-"""An archive of official files."""
+"""Tar archives of official files."""
 
 import lzma
 import tarfile
@@ -12,12 +12,12 @@ from streamclr.base.errors import UserError
 
 @contextmanager
 def open_archive(place: Path) -> Iterator[tarfile.TarFile]:
-    """Packed or not; one that is damaged, cut short or no archive gets a line that names it."""
+    """Open a tar archive, compressed or not; an error names it if it is damaged, truncated or not an archive."""
     try:
         with tarfile.open(place) as archive:
             yield archive
             while archive.fileobj and archive.fileobj.read(2**20):
-                pass  # the checksum of a packed one stands behind all that tarfile reads
+                pass  # to its end, where a compressed archive has its checksum
     except (
         tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, zlib.error, lzma.LZMAError,
     ) as error:  # fmt: skip

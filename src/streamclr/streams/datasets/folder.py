@@ -15,7 +15,7 @@ from streamclr.streams.names import SUFFIXES, natural_key
 
 
 class FileImages:
-    """Images that are read from their files when asked for, scaled and cut to a square of `size` pixels."""
+    """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels."""
 
     def __init__(self, paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int):
         self.paths, self.labels, self.classes, self.size = paths, np.array(labels, np.int64), classes, size
@@ -40,10 +40,10 @@ class FileImages:
 def folder(
     path: str, stc: int | None = None, seed: int = 0, size: int | None = None, passes: int | None = None
 ) -> DatasetSource:
-    """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; `stc=` makes an endless stream.
+    """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; with `stc` without end.
 
-    A folder that has `train/` and `val/` (or `test/`) streams the first and is tested on the second. One without is
-    tested on every fifth image of each class, whose labels stage two never sees; the stream shows all images.
+    A folder that has `train/` and `val/` (or `test/`) streams the first and is tested on the second. Any other folder
+    with classes streams all images and is tested on every fifth of each class, which stage two does not train on.
     """
     if glob.has_magic(path) and not Path(path).is_dir():
         paths = sorted(filter(Path.is_file, map(Path, glob.glob(str(Path(path).expanduser())))), key=natural_key)
@@ -77,7 +77,7 @@ def imagenet(
 ) -> DatasetSource:
     """ImageNet or a subset of it: `train/` and `val/`, one folder per class in each.
 
-    classes: how many, the first in the order of their names, or a file that lists the folders, one per line.
+    classes: how many, in the order of their names, or a file that lists the folders, one per line.
     """
     root = _directory(path, "imagenet")
     for split in ("train", "val"):
@@ -122,7 +122,7 @@ def _directory(path: str, scheme: str) -> Path:
 
 
 def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None) -> FileImages:
-    """All images below `root`; those of `classes`, or of the sub-folders that hold images, or flat and unlabelled."""
+    """The images of `classes`, or of all sub-folders that hold images; if none does, those in `root`, unlabelled."""
 
     def files(directory: Path) -> list[Path]:
         found = (p for p in directory.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
@@ -149,7 +149,7 @@ def _files(paths: list[Path], labels: list[int], classes: tuple[str, ...], size:
 
 
 def _default_size(paths: list[Path]) -> int:
-    """The first image's, if it can be read; else the next one's."""
+    """The size of the first image that can be read, at most 224."""
     first = None
     for path in paths:
         try:

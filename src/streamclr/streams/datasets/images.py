@@ -1,4 +1,4 @@
-"""Labelled images by index, and the order in which a dataset becomes a temporally correlated stream."""
+"""Labelled images by index, and their order in a temporally correlated stream."""
 
 import random
 from collections.abc import Sequence
@@ -20,35 +20,45 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
     def images(self, numbers: np.ndarray) -> np.ndarray: ...  # uint8, n x 3 x H x W
-    def file(self, number: int) -> str | None: ...  # where an image lies; None if it has no file of its own
+    def file(self, number: int) -> str | None: ...  # path of an image; None if it has no file of its own
 
 
 class Numbered(Protocol):
-    """A source, or the labelled images of stage two."""
+    """Images by number: a source, or the labelled images of stage two."""
 
     def images(self, numbers: np.ndarray) -> np.ndarray: ...
 
 
 def readable(source: Numbered, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, BadFrame]]:
-    """Those of the images that can be read, their numbers, and by number what is wrong with the others."""
+    """The images that can be read, their numbers, and the errors of the others by number."""
     try:
-        return source.images(numbers), numbers, {}
-    except BadFrame:  # one of them at least: again, one by one
+        return checked_images(source.images(numbers)), numbers, {}
+    except BadFrame:  # at least one: again, one by one
         parts, bad = [], {}
     for number in numbers.tolist():
         try:
-            parts.append(source.images(np.array([number])))
+            parts.append(checked_images(source.images(np.array([number]))))
         except BadFrame as error:
             bad[number] = error
     good = [number for number in numbers.tolist() if number not in bad]
     return np.concatenate(parts) if parts else np.empty(0, np.uint8), np.array(good, np.int64), bad
 
 
+def checked_images(images: np.ndarray) -> np.ndarray:
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3:
+        shape = " x ".join(map(str, images.shape))
+        raise UserError(f"the images are {shape} of {images.dtype}: give n x 3 x H x W of uint8, with values 0 to 255")
+    return images
+
+
 class ArrayImages:
-    """Images in one array, n x 3 x H x W."""
+    """Images in one array, n x 3 x H x W of uint8."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str]):
-        self._images, self.labels, self.classes = images, labels.astype(np.int64, copy=False), tuple(classes)
+        self._images, self.labels = checked_images(images), labels.astype(np.int64, copy=False)
+        self.classes = tuple(classes)
+        if len(labels) != len(images):
+            raise UserError(f"there are {len(images)} images and {len(labels)} labels: give one label for each image")
 
     def __len__(self) -> int:
         return len(self._images)
@@ -74,9 +84,9 @@ class DatasetSource:
 
     streamed: the images of the stream.
     train, test: labelled images for stage two; None if there are none.
-    stc: strength of temporal correlation, the length of the runs of one class (Sec. IV-A). A class whose images do not
-        divide by it ends with one shorter run. 1 is iid: a new shuffle each pass. None is the order of the dataset.
-    passes: how often the dataset is streamed; None is for ever.
+    stc: strength of temporal correlation, the length of the runs of one class (Sec. IV-A). The last run of a class may
+        be shorter. 1 is iid: a new shuffle each pass. None is the order of the dataset.
+    passes: how often the dataset is streamed; None: without end.
     """
 
     def __init__(
@@ -96,7 +106,7 @@ class DatasetSource:
         self.stc = None if stc is None else checked_stc(stc)
         self.seed, self.epoch = checked_seed(seed), len(streamed)
         self.n_images = None if passes is None else passes * len(streamed)
-        self._last_classes: list[int] = []  # of each pass so far: the next one starts with another
+        self._last_classes: list[int] = []  # last class of each pass so far: the next pass starts with another
         self._order = lru_cache(maxsize=32)(self._make_order)
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
@@ -106,7 +116,7 @@ class DatasetSource:
         return self.streamed.labels[self._indices(numbers)]
 
     def file(self, number: int) -> str | None:
-        """Of an image of the stream."""
+        """The path of an image by its number in the stream."""
         return self.streamed.file(int(self._indices(np.array([number]))[0]))
 
     def _indices(self, numbers: np.ndarray) -> np.ndarray:
@@ -127,7 +137,7 @@ class DatasetSource:
         return np.concatenate(self._runs(pass_))
 
     def _runs(self, pass_: int) -> list[np.ndarray]:
-        """The runs of one pass: no two neighbours of one class, across passes too, wherever that is possible."""
+        """The runs of one pass. Neighbours have different classes, across passes too, where that is possible."""
         rng = np.random.default_rng([self.seed, pass_])
         labels, stc = self.streamed.labels, self.stc or 1
         runs = []
@@ -144,13 +154,13 @@ class DatasetSource:
 
 
 def _arrange(counts: list[int], last: int | None, rng: random.Random) -> list[int]:
-    """A random sequence with `counts[c]` times each c, no two neighbours alike and not starting with `last`.
+    """A random sequence with `counts[c]` times each c, in which neighbours differ and the first is not `last`.
 
-    Where no such sequence exists, the most frequent class repeats as rarely as it must.
+    If there is no such sequence, the most frequent class repeats as rarely as possible.
     """
     counts, places = list(counts), []
     for left in range(sum(counts), 0, -1):
-        # A class needs a gap behind each of its runs: with more than half of what is left it must go now.
+        # Runs of one class need others between them: a class with more than half of what is left must be next.
         weights = [0 if c == last else n for c, n in enumerate(counts)]
         most = max(range(len(counts)), key=lambda c: (counts[c], c != last))
         must = 2 * counts[most] > left and most != last

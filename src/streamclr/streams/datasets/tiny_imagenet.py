@@ -35,14 +35,14 @@ TINY_IMAGENET_20_CLASSES = (  # in the order of their folders, n01774750 to n094
 
 
 def read_tiny_imagenet(place: Path) -> Splits | None:
-    """The dataset in a folder or in its archive; None if there is no train/."""
+    """The dataset from a folder or its archive; None if there is no train/."""
     if place.is_file():
         with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
             with open_archive(place) as archive:
                 archive.extractall(temporary, filter="data")
             try:
                 return read_tiny_imagenet(Path(temporary))
-            except UserError as error:  # names what was unpacked
+            except UserError as error:  # which names the temporary folder
                 inside = str(error).replace(f"{temporary}/", "").replace(temporary, "it")
                 raise UserError(f"{place} is not whole, or another archive ({inside}): get it again") from None
     if not (place / "train").is_dir():
