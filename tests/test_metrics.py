@@ -183,13 +183,13 @@ def test_a_port_that_is_taken_is_one_line_and_a_close_frees_it(served, held_port
 
 
 def test_clients_that_are_stuck_pile_nothing_up(served, monkeypatch):
-    monkeypatch.setattr(metrics, "SECONDS", 1.0)
+    monkeypatch.setattr(metrics, "CLIENT_SECONDS", 1.0)
     before = threading.active_count()
     stuck = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(20)]
     stuck[0].sendall(b"GET /metr")
 
     def is_cut_off():
-        assert threading.active_count() <= before + metrics.N_CLIENTS
+        assert threading.active_count() <= before + metrics.MAX_CLIENTS
         try:
             stuck[0].sendall(b"x")  # one byte now and then
         except OSError:

@@ -52,7 +52,7 @@ COMMAND = """
 import functools, json, os, sys
 from streamclr.web import connection, safety
 os.nice = lambda _: 0
-rate, safety.SLOWEST_BODY, connection.LONGEST_IDLE = json.loads(sys.argv.pop(1))
+rate, safety.MAX_BODY_SECONDS, connection.MAX_IDLE_SECONDS = json.loads(sys.argv.pop(1))
 safety.Safe = functools.partial(safety.Safe, rate=rate)
 from streamclr.cli.entry import main
 sys.exit(main())
@@ -876,7 +876,7 @@ def test_a_limit_is_for_each_address_and_fills_up_again(monkeypatch):
     assert [limits.allow("a") for _ in range(25)] == [True] * 20 + [False] * 5
     for number in range(10_000):
         limits.allow(str(number))
-    assert len(limits._left) <= safety.MOST_ADDRESSES
+    assert len(limits._left) <= safety.MAX_ADDRESSES
 
 
 def test_other_methods_and_websockets_are_refused(server, hasty):
@@ -1031,7 +1031,7 @@ def test_an_address_that_others_reach_is_warned_of(unserved, runs, capsys, host)
     serve(ServeOptions(runs=(str(runs),), port=0, host=host))
     out, err = capsys.readouterr()
     assert re.fullmatch(r"open http://\S+:\d+/\?token=[\w-]{43}\n", out)
-    assert f"streamclr: {host} is open to others" in err
+    assert f"streamclr: {host} is reachable from other machines" in err
     assert "nothing is encrypted" in err
     assert err.count("\n") == 1
 
@@ -1069,7 +1069,7 @@ def test_small_answers_are_sent_at_once():
 
 def test_a_port_that_is_taken_is_one_line(server, runs, capsys):
     assert main(["serve", str(runs), "--port", str(server.port)]) == 2
-    assert f"cannot serve at port {server.port}" in capsys.readouterr().err
+    assert f"cannot listen on port {server.port}" in capsys.readouterr().err
 
 
 def test_the_log_has_the_printed_line_alone(servers):

@@ -1,4 +1,4 @@
-"""The figures of a run for Prometheus: a page on this machine's loopback address, in text format 0.0.4."""
+"""Metrics of a run for Prometheus, served on the loopback address in text format 0.0.4."""
 
 import math
 import socket
@@ -24,39 +24,44 @@ class Metric:
     name: str
     kind: str  # counter or gauge
     help: str
-    label: str = ""  # the one label that its values are told apart by
+    label: str = ""  # name of its one label, if it has one
 
 
 METRICS = (
     Metric("streamclr_up", "gauge", "1 while the process runs."),
-    Metric("streamclr_steps_total", "counter", "Steps of the run, those before a restart included."),
-    Metric("streamclr_images_learned_total", "counter", "Frames that were learned from."),
-    Metric("streamclr_frames_received_total", "counter", "Frames from all sources: learned, passed over or rejected."),
-    Metric("streamclr_frames_passed_total", "counter", "Whole frames that were not used.", "reason"),
-    Metric("streamclr_frames_rejected_total", "counter", "What was no frame that can be used.", "reason"),
-    Metric("streamclr_predictions_total", "counter", "Frames that were classified as they came."),
-    Metric("streamclr_served_version", "gauge", "Number of the version that classifies them; 0 before the first."),
-    Metric("streamclr_served_accuracy", "gauge", "Its share of right answers on the labels held back; NaN if none."),
-    Metric("streamclr_challengers_total", "counter", "New heads of this process, by what became of them.", "verdict"),
+    Metric("streamclr_steps_total", "counter", "Steps of the run, including those before a restart."),
+    Metric("streamclr_images_learned_total", "counter", "Frames that the model learned from."),
+    Metric("streamclr_frames_received_total", "counter", "Frames from all sources: learned, skipped or rejected."),
+    Metric("streamclr_frames_passed_total", "counter", "Good frames that were not used, by reason.", "reason"),
+    Metric("streamclr_frames_rejected_total", "counter", "Frames that could not be decoded, by reason.", "reason"),
+    Metric("streamclr_predictions_total", "counter", "Frames that were classified on arrival."),
+    Metric("streamclr_served_version", "gauge", "Version of the classifier in use; 0 before the first."),
+    Metric("streamclr_served_accuracy", "gauge", "Accuracy of that version on labels held back; NaN if unknown."),
+    Metric(
+        "streamclr_challengers_total",
+        "counter",
+        "New heads since the process started, by verdict.",
+        "verdict",
+    ),
     Metric("streamclr_loss", "gauge", "Contrastive loss of the last step."),
-    Metric("streamclr_score_mean", "gauge", "Mean score in the buffer; NaN for a policy that does not score."),
-    Metric("streamclr_projection_spread", "gauge", "Spread of the projections; near 0 the encoder has collapsed."),
+    Metric("streamclr_score_mean", "gauge", "Mean score in the buffer; NaN if the policy does not score."),
+    Metric("streamclr_projection_spread", "gauge", "Spread of the projections; near 0, the encoder has collapsed."),
     Metric("streamclr_replaced_ratio", "gauge", "Share of the buffer that the last step replaced."),
     Metric("streamclr_rescored_ratio", "gauge", "Share of the buffer that the last step scored again."),
-    Metric("streamclr_step_seconds", "gauge", "Duration of the last step.", "phase"),
-    Metric("streamclr_checkpoint_step", "gauge", "Step of the last checkpoint on the disk."),
+    Metric("streamclr_step_seconds", "gauge", "Duration of the last step, by phase.", "phase"),
+    Metric("streamclr_checkpoint_step", "gauge", "Step of the last checkpoint on disk."),
     Metric("streamclr_checkpoint_failures_total", "counter", "Checkpoints that could not be written."),
-    Metric("streamclr_steps_undone_total", "counter", "Steps that were taken back, because they did harm."),
-    Metric("streamclr_source_connected", "gauge", "1 while frames come from the source, else 0.", "source"),
-    Metric("streamclr_source_disconnects_total", "counter", "How often the source was lost.", "source"),
-    Metric("streamclr_resident_memory_bytes", "gauge", "Memory that the process has."),
+    Metric("streamclr_steps_undone_total", "counter", "Steps that were undone because their numbers were not finite."),
+    Metric("streamclr_source_connected", "gauge", "1 while the source delivers frames, else 0.", "source"),
+    Metric("streamclr_source_disconnects_total", "counter", "How often the source was disconnected.", "source"),
+    Metric("streamclr_resident_memory_bytes", "gauge", "Resident memory of the process."),
 )
 PREFIX = "streamclr_"
-Value = float | Mapping[str, float]  # a number, or one for each value of the label
+Value = float | Mapping[str, float]  # a number, or a number for each label value
 
 
 def of_account(account: Account) -> dict[str, Value]:
-    """What `Metrics.update` takes, from the account of frames."""
+    """Values for `Metrics.update` from the account of frames."""
     return {
         "images_learned_total": account.learned,
         "frames_received_total": account.received,
@@ -67,14 +72,14 @@ def of_account(account: Account) -> dict[str, Value]:
 
 
 def of_served(about: Mapping[str, Any] | None) -> dict[str, Value]:
-    """The same from what is known of the version that is served, if there is one."""
+    """Values for `Metrics.update` about the classifier in use, if there is one."""
     about = about or {"version": 0, "accuracy": None}
     accuracy = about["accuracy"]
     return {"served_version": about["version"], "served_accuracy": math.nan if accuracy is None else accuracy}
 
 
 def of_step(step: Step) -> dict[str, Value]:
-    """The same from a step."""
+    """Values for `Metrics.update` from a step."""
     return {
         "steps_total": step.number,
         "loss": step.loss,
@@ -87,11 +92,11 @@ def of_step(step: Step) -> dict[str, Value]:
 
 
 class Metrics:
-    """Serves http://127.0.0.1:PORT/metrics from a thread of its own until it is closed. Port 0 takes a free one."""
+    """Serves http://127.0.0.1:PORT/metrics from its own thread until it is closed. Port 0 picks a free port."""
 
     def __init__(self, port: int):
         if not 0 <= port <= 65535:
-            raise UserError(f"metrics is {port}: use a port from 1 to 65535, or 0 for a free one")
+            raise UserError(f"metrics is {port}: use a port from 1 to 65535, or 0 for any free port")
         self._values: dict[str, float | dict[str, float]] = {}
         self._lock = threading.Lock()
         self.update(up=1)
@@ -99,8 +104,8 @@ class Metrics:
             self._server = _Server(port, self)
         except OSError as error:
             raise UserError(
-                f"cannot serve metrics on port {port} of 127.0.0.1 ({error.strerror}): give another port, "
-                "or --metrics 0 for a free one"
+                f"cannot serve metrics on port {port} of 127.0.0.1 ({error.strerror}): "
+                "give another port, or --metrics 0 for any free port"
             ) from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -109,11 +114,11 @@ class Metrics:
     def update(self, **values: Value) -> None:
         """Set values by name, without the prefix: `update(loss=4.8, frames_passed_total={"late": 3})`.
 
-        What has a label keeps the values of the labels that are not named.
+        A metric with a label keeps the label values that are not given.
         """
         for name, value in values.items():
             if isinstance(value, Mapping) != bool(_LABELS[name]):
-                raise TypeError(f"{name} is {value!r}: {'a mapping' if _LABELS[name] else 'a number'} is due")
+                raise TypeError(f"{name} is {value!r}: give {'a mapping' if _LABELS[name] else 'a number'}")
         with self._lock:
             for name, value in values.items():
                 if isinstance(value, Mapping):
@@ -126,8 +131,8 @@ class Metrics:
         return values
 
     def text(self) -> str:
-        """The page. What has no value yet is left out: a 0 before a run goes on would look like a loss of count."""
-        with suppress(UserError):  # a system that does not tell
+        """The page. Metrics without a value are left out: a 0 before a run resumes would look like a counter reset."""
+        with suppress(UserError):  # this system does not report it
             self.update(resident_memory_bytes=resident())
         with self._lock:
             values = dict(self._values)
@@ -150,8 +155,8 @@ class Metrics:
 
 
 _LABELS = {metric.name.removeprefix(PREFIX): metric.label for metric in METRICS}
-N_CLIENTS = 4  # at a time
-SECONDS = 5.0  # that a client may take for its request and our answer
+MAX_CLIENTS = 4  # at a time
+CLIENT_SECONDS = 5.0  # for one request and its answer
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -166,9 +171,9 @@ def _number(value: float) -> str:
 
 
 class _Server(ThreadingTCPServer):
-    """A few clients at a time, and each for a few seconds, so that one that is stuck holds nothing up.
+    """Serves few clients at a time, each for a few seconds, so that a stuck client blocks nothing.
 
-    Not http.server's own: that one asks the name server who 127.0.0.1 is.
+    Not http.server.HTTPServer, which looks up the name of 127.0.0.1 in DNS when it starts.
     """
 
     allow_reuse_address = True
@@ -176,29 +181,29 @@ class _Server(ThreadingTCPServer):
 
     def __init__(self, port: int, metrics: Metrics):
         self.metrics = metrics
-        self._until: dict[socket.socket, float] = {}  # the clients, and when their time is over
+        self._deadlines: dict[socket.socket, float] = {}  # by client
         super().__init__(("127.0.0.1", port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._until) >= N_CLIENTS:
+        if len(self._deadlines) >= MAX_CLIENTS:
             self.shutdown_request(request)
             return
-        self._until[request] = time.monotonic() + SECONDS
+        self._deadlines[request] = time.monotonic() + CLIENT_SECONDS
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._until.pop(request, None)
+        self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called twice a second. A timeout of the socket would not do: one byte now and then keeps it from ending."""
-        for request, until in list(self._until.items()):
-            if time.monotonic() > until:
-                with suppress(OSError):  # just gone by itself
+        """Called twice a second. A socket timeout is not enough: a client can reset it with one byte at a time."""
+        for request, deadline in list(self._deadlines.items()):
+            if time.monotonic() > deadline:
+                with suppress(OSError):  # already closed
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # a client that went away is none
+        if not isinstance(sys.exc_info()[1], OSError):  # a client that disconnects is not an error
             super().handle_error(request, client_address)
 
 
@@ -207,21 +212,21 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "streamclr", ""
 
     def do_GET(self) -> None:
-        # A page from elsewhere whose name was made to point at this machine would send its own name (DNS rebinding).
+        # Against DNS rebinding: a foreign page whose name resolves to this machine sends that name as Host.
         hosts = [host.lower() for host in self.headers.get_all("Host", [])]
         if len(hosts) != 1 or (hosts[0] not in HOSTS and hosts[0].rpartition(":")[0] not in HOSTS):
-            self._answer(403, "only for this machine: ask for 127.0.0.1 or localhost\n")
+            self._answer(403, "Host header not allowed; use 127.0.0.1 or localhost\n")
         elif self.path.partition("?")[0] != "/metrics":
-            self._answer(404, "there is only /metrics\n")
+            self._answer(404, "not found; use /metrics\n")
         else:
             self._answer(200, self.server.metrics.text())
 
     do_HEAD = do_GET
 
-    def _refuse(self) -> None:
-        self._answer(405, "only GET and HEAD\n")
+    def _refuse_method(self) -> None:
+        self._answer(405, "method not allowed; use GET or HEAD\n")
 
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method
 
     def _answer(self, status: int, text: str) -> None:
         body = text.encode(errors="replace")
@@ -235,4 +240,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A request every few seconds for weeks is nothing to tell."""
+        """No log: Prometheus asks every few seconds for weeks."""

@@ -1,4 +1,4 @@
-"""What a run shows to whoever looks into it: files that are written only while somebody does, and seldom enough."""
+"""Files in the run directory that the dashboard reads. A run writes them only while somebody watches."""
 
 import os
 import subprocess
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from streamclr.records.directory import RunDirectory
     from streamclr.streams.stream import Stream
 
-LOOKED_AT = 15.0  # seconds after which nobody looks any more
+WATCHED_SECONDS = 15.0  # a run counts as watched this long after the last look
 STATUS_EVERY, BUFFER_EVERY = 1.0, 3.0  # seconds, at least
-SHARE = 0.005  # of the time, at most, goes into pictures of the buffer
+MAX_BUFFER_SHARE = 0.005  # share of the time that may go into writing the buffer
 
 
 def look(path: "Path") -> None:
-    """Say that somebody looks at the run in this directory."""
-    with suppress(OSError):  # a directory that may only be read shows what is there
+    """Mark the run in this directory as watched."""
+    with suppress(OSError):  # a read-only directory shows what was written before
         file = os.open(path / "looked-at", os.O_WRONLY | os.O_CREAT, 0o644)
         os.utime(file)
         os.close(file)
 
 
 def memory() -> int | None:
-    """Bytes that this process has; None on a system that does not tell."""
+    """Resident bytes of this process; None if the system does not report them."""
     try:
         return resident()
     except UserError:
@@ -41,28 +41,28 @@ def memory() -> int | None:
 
 
 class Window:
-    """`status.json` about every second and `buffer.safetensors` now and then, while `looked-at` is young."""
+    """Writes `status.json` about every second and `buffer.safetensors` less often, while `looked-at` is recent."""
 
     def __init__(self, directory: "RunDirectory", learner: "Learner", stream: "Stream"):
         self.directory, self.learner, self.stream = directory, learner, stream
-        self._status_due = self._buffer_due = 0.0  # by the monotonic clock
+        self._status_due = self._buffer_due = 0.0  # seconds on the monotonic clock
 
     def update(self, at_once: bool = False, **facts: Any) -> None:
-        """To be called after each step and while waiting for images; the facts go into the status."""
+        """Call it after each step and while waiting for images. The facts go into the status."""
         now = time.monotonic()
         if not at_once and (now < self._status_due or not self._looked_at()):
             return
         self._status_due = now + STATUS_EVERY
-        with suppress(OSError, UserError):  # a full disk is no reason to stop
+        with suppress(OSError, UserError):  # a full disk must not stop the run
             self._write_status(facts)
             if not at_once and now >= self._buffer_due and len(self.learner.buffer):
                 self.directory.save_buffer(self.learner, self.stream)
                 took = time.monotonic() - now
-                self._buffer_due = now + max(BUFFER_EVERY, took / SHARE)
+                self._buffer_due = now + max(BUFFER_EVERY, took / MAX_BUFFER_SHARE)
 
     def _looked_at(self) -> bool:
         try:
-            return abs(time.time() - (self.directory.path / "looked-at").stat().st_mtime) < LOOKED_AT
+            return abs(time.time() - (self.directory.path / "looked-at").stat().st_mtime) < WATCHED_SECONDS
         except OSError:
             return False
 
@@ -77,12 +77,12 @@ class Window:
             **facts,
         }
         part = self.directory.path / f".status.json.{os.getpid()}"
-        part.write_text(json_line(status))  # not forced onto the disk: the learner does not wait for that
+        part.write_text(json_line(status))  # no fsync: the learner must not wait for the disk
         part.replace(self.directory.path / "status.json")
 
 
 class Server:
-    """The dashboard of a run, in a process of its own that ends with this one."""
+    """The dashboard of a run, in its own process that ends with this one."""
 
     def __init__(self, path: "Path"):
         check_can_serve()
@@ -101,4 +101,4 @@ class Server:
 
 def check_can_serve() -> None:
     if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise UserError("pages need FastAPI and uvicorn: pip install -c constraints.txt -e '.[serve]'")
+        raise UserError("the dashboard needs FastAPI and uvicorn: pip install -c constraints.txt -e '.[serve]'")

@@ -1,4 +1,4 @@
-"""Connections: a request has a time in which to come in, and the one that idles longest makes room for others."""
+"""HTTP connections with a deadline for each request; when there are too many, the longest idle one is closed."""
 
 import json
 from asyncio import Transport
@@ -9,12 +9,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamclr.web.safety import HEADERS
 
-MOST_CONNECTIONS = 200  # at a time
-LONGEST_IDLE = 30  # seconds without a whole request
+MAX_CONNECTIONS = 200  # at a time
+MAX_IDLE_SECONDS = 30  # without a complete request
 
 
 class Connection(H11Protocol):
-    """uvicorn's own waits for ever for one that sends nothing, and counts it as a place that is taken."""
+    """uvicorn waits forever for a client that sends nothing, and counts it against its limit. This one does not."""
 
     @property
     def is_idle(self) -> bool:
@@ -25,14 +25,14 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._since = self.loop.time()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             idle = [other for other in cast("set[Connection]", self.connections) if other.is_idle]
             longest = min(idle, key=lambda other: other._since)  # this one is among them
-            self.connections.discard(longest)  # before it has closed, so that it is not chosen again
+            self.connections.discard(longest)  # at once, so that it is not chosen again before it has closed
             longest.timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request does not put off the time at which all of it must be in; uvicorn's own lets it."""
+        """Unlike uvicorn's, it does not extend the deadline with each part of a request."""
         self.conn.receive_data(data)
         self.handle_events()
 
@@ -45,9 +45,9 @@ class Connection(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP, with the headers of every answer; not if there is an answer on its way already."""
+        """Answer to malformed HTTP, with our headers, unless another answer is already on its way."""
         if self.cycle is not None:
-            self.cycle.disconnected = True  # what is being made for it goes nowhere
+            self.cycle.disconnected = True  # drop the answer in progress
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps({"detail": msg}).encode()
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}

@@ -1,26 +1,26 @@
-"""What stands before every page: who may ask, from where, how much and how often."""
+"""Checks before every request: token, Host, Origin, size and rate.
+
+Starlette's TrustedHostMiddleware is not enough: it ignores the port, refuses [::1], takes the first of two Host headers,
+and cannot allow numeric addresses only.
+"""
 
 import asyncio
 import hmac
 import ipaddress
-import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Iterable
 from urllib.parse import parse_qsl, urlencode
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LARGEST_BODY = 64 * 1024  # bytes of a request
-SLOWEST_BODY = 10.0  # seconds in which it must be here
-RATE, BURST = 100.0, 400.0  # requests a second from one address, and how many at once after a pause
-MOST_ADDRESSES = 1024  # that are remembered
+MAX_BODY_BYTES = 64 * 1024
+MAX_BODY_SECONDS = 10.0  # until the whole body has arrived
+RATE, BURST = 100.0, 400.0  # requests per second from one address, and how many at once after a pause
+MAX_ADDRESSES = 1024  # whose rates are remembered
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -35,19 +35,19 @@ HEADERS = {
     "cache-control": "no-store",
 }
 METHODS = {"GET", "HEAD", "POST", "PUT"}
-CHANGING = {"POST", "PUT"}
+WRITE_METHODS = {"POST", "PUT"}
 
 
 class Safe:
-    """An ASGI application behind its checks.
+    """An ASGI application behind these checks.
 
-    token: what the one who was given the URL has; in the URL at first, in a cookie afterwards, or in a header.
-    hosts: names under which this server may be asked for, so that no page from elsewhere reaches it under its own name,
-        made to point here (DNS rebinding); "*" stands for any numeric address, which nobody can make to point here.
-    port: the one that it is bound to, in the name of the cookie, as browsers do not tell the ports of a host apart.
+    token: the secret in the printed URL; later requests have it in a cookie, or programs in an Authorization header.
+    hosts: allowed names in the Host header, against DNS rebinding (a foreign page whose name resolves to this machine);
+        "*" allows any numeric address, which needs no DNS and so cannot be rebound.
+    port: the port of the server. It is part of the cookie's name, because cookies are shared between ports of a host.
     """
 
-    def __init__(self, app: App, token: str, hosts: Iterable[str], port: int, rate: float = RATE):
+    def __init__(self, app: ASGIApp, token: str, hosts: Iterable[str], port: int, rate: float = RATE):
         self.app, self.token, self.port = app, token.encode(), port
         self.hosts = {host.lower() for host in hosts}
         self.cookie = f"streamclr-{port}"
@@ -60,52 +60,56 @@ class Safe:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = _headers(scope)
-        location = self._opened(scope)
+        headers = Headers(scope=scope)
+        location = self._redirect(scope)
         is_known = location is not None or self._has_token(headers)
         refused = self._refuses(scope, headers, is_known)
         if refused is None and location is not None:
             cookie = f"{self.cookie}={self.token.decode()}; HttpOnly; SameSite=Strict; Path=/"
-            await _answer(send, 303, "", {"location": location, "set-cookie": cookie})
+            response = Response(status_code=303, headers={**HEADERS, "location": location, "set-cookie": cookie})
+            await response(scope, receive, send)
             return
         if refused is None and not is_known:
-            refused = 401, "open the URL that the server printed when it was started"
+            refused = 401, "token missing or wrong; open the URL that the server printed at its start"
         if refused is None:
             try:
-                body = await asyncio.wait_for(_body(receive), SLOWEST_BODY)
+                body = await asyncio.wait_for(_body(receive), MAX_BODY_SECONDS)
             except (asyncio.TimeoutError, ValueError):
-                refused = 413, f"a request has at most {LARGEST_BODY} bytes, and {SLOWEST_BODY:.0f} seconds to come in"
+                refused = (
+                    413,
+                    f"body too large or slow; send up to {MAX_BODY_BYTES} bytes in {MAX_BODY_SECONDS:.0f} s",
+                )
             except ConnectionError:
                 return
         if refused is not None:
-            await _answer(send, *refused)
+            status, detail = refused
+            await JSONResponse({"detail": detail}, status, HEADERS)(scope, receive, send)
             return
-        await self.app(scope, _again(body, receive), _with_headers(send))
+        await self.app(scope, _replay(body, receive), _with_headers(send))
 
-    def _refuses(self, scope: Scope, headers: dict[str, list[str]], is_known: bool) -> tuple[int, str] | None:
+    def _refuses(self, scope: Scope, headers: Headers, is_known: bool) -> tuple[int, str] | None:
         address = (scope.get("client") or ("",))[0]
-        # Counted apart: a page from elsewhere, open in the same browser, must not use up what the owner may ask.
+        # Counted apart: a foreign page in the same browser must not use up the owner's requests.
         if not self.limits.allow(f"{address} with the token" if is_known else address):
-            return 429, "too many requests: wait a second"
+            return 429, "too many requests; wait a second"
         if scope["method"] not in METHODS:
-            return 405, f"no method {scope['method'][:20]}: use GET, HEAD, POST or PUT"
-        hosts, origins = headers.get("host", []), headers.get("origin", [])
+            return 405, f"method {scope['method'][:20]} not allowed; use GET, HEAD, POST or PUT"
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or not self._is_own_host(hosts[0]):
-            return 421, "this server is asked for under another name than its own: see --allow-host"
+            return 421, "Host header not allowed; see --allow-host"
         if len(origins) > 1 or any(not self._is_own_origin(origin, hosts[0]) for origin in origins):
-            return 403, "this server is only for its own pages"
-        if any(site not in ("same-origin", "none") for site in headers.get("sec-fetch-site", [])):
-            return 403, "this server is only for its own pages"
-        if scope["method"] in CHANGING:
+            return 403, "request from another site refused"
+        if any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
+            return 403, "request from another site refused"
+        if scope["method"] in WRITE_METHODS:
             if not origins and not _bearer(headers):
-                return 403, "a request that changes something says where it comes from: send an Origin"
-            if [kind.partition(";")[0].strip().lower() for kind in headers.get("content-type", [])] != [
-                "application/json"
-            ]:
-                return 415, "send application/json"
-        lengths = headers.get("content-length", [])
-        if any(not length.isdecimal() or int(length[:20]) > LARGEST_BODY for length in lengths):
-            return 413, f"a request has at most {LARGEST_BODY} bytes"
+                return 403, "Origin header missing; send one, or a Bearer token"
+            kinds = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
+            if kinds != ["application/json"]:
+                return 415, "content type not supported; send application/json"
+        lengths = headers.getlist("content-length")
+        if any(not length.isdecimal() or int(length[:20]) > MAX_BODY_BYTES for length in lengths):
+            return 413, f"request too large; send at most {MAX_BODY_BYTES} bytes"
         return None
 
     def _is_own_host(self, host: str) -> bool:
@@ -115,11 +119,11 @@ class Safe:
         return name in self.hosts or ("*" in self.hosts and _is_address(name))
 
     def _is_own_origin(self, origin: str, host: str) -> bool:
-        """The same scheme, name and port as were asked for."""
+        """Whether it has the scheme, name and port of this request."""
         return origin.lower() == f"http://{host.lower()}"
 
-    def _opened(self, scope: Scope) -> str | None:
-        """Where to go on if the token is in the URL: the same page without it."""
+    def _redirect(self, scope: Scope) -> str | None:
+        """The same URL without the token, if a valid token is in it."""
         if scope["method"] != "GET" or b"token=" not in scope["query_string"]:
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -127,13 +131,13 @@ class Safe:
         if len(tokens) != 1 or not self._is_token(tokens[0]):
             return None
         rest = urlencode([(name, value) for name, value in query if name != "token"])
-        # Never "//host", which would be another server.
+        # Never "//host", which is another server.
         path = "/" + scope.get("raw_path", b"/").decode("latin-1").partition("?")[0].lstrip("/\\")
         return path + (f"?{rest}" if rest else "")
 
-    def _has_token(self, headers: dict[str, list[str]]) -> bool:
+    def _has_token(self, headers: Headers) -> bool:
         given = _bearer(headers)
-        for part in ";".join(headers.get("cookie", [])).split(";"):  # whatever else other servers here have set
+        for part in ";".join(headers.getlist("cookie")).split(";"):  # other servers on this host may have set more
             name, _, value = part.strip().partition("=")
             if name == self.cookie:
                 given.append(value)
@@ -147,7 +151,7 @@ _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 
 
 def split_host(host: str) -> tuple[str | None, int | None]:
-    """`name:port` or `[address]:port` in small letters; None for what is no host."""
+    """Name and port of `name:port` or `[address]:port`, in lower case; None as the name if it is malformed."""
     found = _HOST.fullmatch(host.lower())
     if found is None:
         return None, None
@@ -156,7 +160,7 @@ def split_host(host: str) -> tuple[str | None, int | None]:
 
 
 def own_names(address: str) -> set[str]:
-    """The Host names of a server that is bound to this address."""
+    """Allowed Host names of a server that listens on this address."""
     names = {"127.0.0.1", "localhost", "[::1]"}
     try:
         ip = ipaddress.ip_address(address)
@@ -174,35 +178,28 @@ def _is_address(name: str) -> bool:
 
 
 class Limits:
-    """A bucket of requests for each address, that fills up again with time."""
+    """Token buckets: how many requests each address may still send, refilled with time."""
 
     def __init__(self, rate: float, burst: float):
         self.rate, self.burst = rate, burst
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # address: how many, and when that was
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # address: requests left, and at what time
 
     def allow(self, address: str) -> bool:
         now = time.monotonic()
         left, then = self._left.pop(address, (self.burst, now))
         left = min(self.burst, left + self.rate * (now - then))
         self._left[address] = (max(0.0, left - 1), now)
-        if len(self._left) > MOST_ADDRESSES:
+        if len(self._left) > MAX_ADDRESSES:
             self._left.popitem(last=False)
         return left >= 1
 
 
-def _headers(scope: Scope) -> dict[str, list[str]]:
-    headers: dict[str, list[str]] = {}
-    for name, value in scope["headers"]:
-        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-    return headers
-
-
-def _bearer(headers: dict[str, list[str]]) -> list[str]:
-    return [value[7:] for value in headers.get("authorization", []) if value[:7].lower() == "bearer "]
+def _bearer(headers: Headers) -> list[str]:
+    return [value[7:] for value in headers.getlist("authorization") if value[:7].lower() == "bearer "]
 
 
 async def _body(receive: Receive) -> bytes:
-    """All of it, before the application hears of the request."""
+    """The whole body, read before the application sees the request."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -210,13 +207,13 @@ async def _body(receive: Receive) -> bytes:
             raise ConnectionError
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(body) > LARGEST_BODY:
+        if len(body) > MAX_BODY_BYTES:
             raise ValueError
     return body
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """The body at once, and then what else comes: that the client has gone."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body, then passes on what follows, such as a disconnect."""
     given = False
 
     async def read() -> Message:
@@ -232,17 +229,9 @@ def _again(body: bytes, receive: Receive) -> Receive:
 def _with_headers(send: Send) -> Send:
     async def write(message: Message) -> None:
         if message["type"] == "http.response.start":
-            own = {name.lower() for name, _ in message["headers"]}
-            extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in own]
-            message["headers"] = [*message["headers"], *extra]
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
         await send(message)
 
     return write
-
-
-async def _answer(send: Send, status: int, text: str, headers: dict[str, str] | None = None) -> None:
-    body = json.dumps({"detail": text}).encode() if text else b""
-    given = {"content-type": "application/json", "content-length": str(len(body)), **HEADERS, **(headers or {})}
-    start = {"type": "http.response.start", "status": status}
-    await send(start | {"headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in given.items()]})
-    await send({"type": "http.response.body", "body": body})

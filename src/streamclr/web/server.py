@@ -1,4 +1,4 @@
-"""Pages about runs, on this machine: the dashboard and the labelling page. They read run directories, nothing else."""
+"""The web server of the dashboard and the labelling page. The pages read run directories only."""
 
 import os
 import secrets
@@ -20,28 +20,28 @@ from streamclr.runs.status import check_can_serve
 
 @dataclass(frozen=True)
 class PageOptions:
-    """Where a page is to be had."""
+    """Where the server listens."""
 
-    port: int = option(8765, "the port; 0 takes a free one")
-    host: str = option("127.0.0.1", "the address to listen at; another one than this machine's own opens it to others")
-    allow_host: str | None = option(None, "names under which others may ask for it, with commas between")
+    port: int = option(8765, "the port; 0 picks any free port")
+    host: str = option("127.0.0.1", "the address to listen on; 0.0.0.0 makes the pages reachable from other machines")
+    allow_host: str | None = option(None, "further names that browsers may use for this server, separated by commas")
 
 
 @dataclass(frozen=True)
 class ServeOptions(PageOptions):
-    """Open the dashboard of runs, those that are learning included."""
+    """Options of `streamclr serve`."""
 
-    runs: tuple[str, ...] = option((), "run directories, or directories that hold some")
-    until_eof: bool = option(False, "end when standard input does")
+    runs: tuple[str, ...] = option((), "a run directory, or a directory of run directories")
+    until_eof: bool = option(False, "stop at the end of standard input")
 
 
 def serve(config: ServeOptions, page: str = "/") -> None:
-    """Serve until it is stopped. page: the one whose URL is printed; `{run}` in it is the first run."""
+    """Serve until stopped. page: path of the URL to print; `{run}` in it stands for the first run."""
     check_can_serve()
     import uvicorn
 
     from streamclr.web.app import make_app
-    from streamclr.web.connection import LONGEST_IDLE, Connection
+    from streamclr.web.connection import MAX_IDLE_SECONDS, Connection
     from streamclr.web.safety import Safe, own_names, split_host
     from streamclr.web.site import Site, run_id
 
@@ -52,74 +52,74 @@ def serve(config: ServeOptions, page: str = "/") -> None:
     for name in (config.allow_host or "").split(","):
         if name.strip():
             if split_host(name.strip()) != (name.strip().lower(), None):
-                raise UserError(f"allow_host has {name.strip()!r}: give names as camera.local, without a port")
+                raise UserError(f"--allow-host has {name.strip()!r}: give names such as camera.local, without a port")
             hosts.add(name.strip())
     token = secrets.token_urlsafe(32)  # 256 bits
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            site.let_go()  # or it would wait for those who follow
+            site.let_go()  # or uvicorn would wait for the clients of /api/live
             await super().shutdown(sockets)
 
     server = Server(
         uvicorn.Config(
             Safe(make_app(site), token, hosts, port),
             http=Connection,
-            log_level="error",  # a warning for each request that is no HTTP would let a stranger fill the disk
-            access_log=False,  # the first request has the token in it
+            log_level="error",  # a warning for each malformed request would let a stranger fill the disk
+            access_log=False,  # the first request contains the token
             server_header=False,
-            proxy_headers=False,  # or each request could name another address, and none would come too often
+            proxy_headers=False,  # or a client could evade the rate limit with a new address in each request
             lifespan="on",
             ws="none",
             limit_concurrency=256,
-            timeout_keep_alive=LONGEST_IDLE,
+            timeout_keep_alive=MAX_IDLE_SECONDS,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16 * 1024,
         )
     )
     with suppress(OSError):
-        os.nice(10)  # a learner on this machine goes first
+        os.nice(10)  # a learner on this machine has priority
     torch.set_num_threads(1)
     if config.until_eof:
-        threading.Thread(target=_end_with_input, args=[server], daemon=True).start()
+        threading.Thread(target=_stop_at_end_of_input, args=[server], daemon=True).start()
     shown = (
         "127.0.0.1" if config.host in ("0.0.0.0", "::") else f"[{config.host}]" if ":" in config.host else config.host
     )
     where = page.format(run=run_id(Path(config.runs[0])))
     print(f"open http://{shown}:{port}{where}?token={token}", flush=True)
-    if not _is_own(config.host):
+    if not _is_loopback(config.host):
         say(
-            f"streamclr: {config.host} is open to others: whoever has this URL sees the pictures and can label, and "
-            "nothing is encrypted on the way"
+            f"streamclr: {config.host} is reachable from other machines: whoever has this URL can see and label the "
+            "images, and the connection is not encrypted"
         )
     server.run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise UserError(f"port is {port}: use 1 to 65535, or 0 for a free one")
+        raise UserError(f"port is {port}: use 1 to 65535, or 0 for any free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)  # asyncio sends at once what is known to be TCP
+        listening = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only if the protocol is given
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(128)  # who opens the URL at once waits, and is not refused
+        listening.listen(128)  # a browser that opens the URL at once waits instead of being refused
     except OSError as error:
         raise UserError(
-            f"cannot serve at port {port} of {host} ({error.strerror}): give another --port, or 0 for a free one"
+            f"cannot listen on port {port} of {host} ({error.strerror}): give another --port, or 0 for any free port"
         ) from None
-    except UnicodeError:  # a name that no address can have
-        raise UserError(f"host is {host!r}: use the address to listen at, as 127.0.0.1") from None
+    except UnicodeError:  # not a valid host name
+        raise UserError(f"host is {host!r}: use an address such as 127.0.0.1") from None
     return listening
 
 
-def _is_own(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-def _end_with_input(server: "object") -> None:
+def _stop_at_end_of_input(server: "object") -> None:
     sys.stdin.buffer.read()
     server.should_exit = True  # type: ignore[attr-defined]
