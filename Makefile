@@ -1,16 +1,21 @@
-# make demo · make test · make bench · make lint · make test-long
+# make demo · make lint · make test · make test-system · make test-long · make bench
 # Each target makes .venv with what it needs first; repeat runs skip what is done.
 
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long bench lint screenshots clean
+.PHONY: demo test test-system test-long bench lint screenshots clean
 
 demo: .venv/.core
 	.venv/bin/streamclr demo
 
-test: .venv/.dev .venv/.chromium
-	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile --durations 15
+# Before every commit: minutes, no browser.
+test: .venv/.dev
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist worksteal -m 'not system and not long' --durations 15
+
+# By file: what the tests of a file share (a job of ranks, Ray, a finished run) takes longer to make than a test.
+test-system: .venv/.dev .venv/.chromium
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile -m 'system and not long' --durations 15
 
 test-long: .venv/.dev .venv/.chromium
 	.venv/bin/pytest -m long

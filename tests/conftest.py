@@ -21,6 +21,18 @@ settings.register_profile(  # the same examples each time, however busy the mach
 settings.load_profile("repeatable")
 
 
+SYSTEM_FIXTURES = {  # they export a model, or start other processes of torch, Ray or a server
+    "shipped_run", "onnx_file", "torch_file", "serve", "found", "left_alone", "ray_here",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if SYSTEM_FIXTURES.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.system)
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     torch.set_num_threads(1)  # the tests run in two processes side by side

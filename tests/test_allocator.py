@@ -19,6 +19,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is meant")
 def test_memory_that_was_freed_is_used_again():
     faults = {}

@@ -53,6 +53,7 @@ def test_memory_and_compile_exclude_each_other():
         Learner(resnet18(8), memory="1G", compile=True, device="cpu")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("norm", "extra"), [("group", 40), ("batch", 120)])
 def test_the_peak_is_as_predicted_and_within_the_budget(norm, extra, tmp_path):
     """In a process of its own, a checkpoint included; width 32 is wide enough for the activations to matter."""

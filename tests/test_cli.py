@@ -277,6 +277,7 @@ def test_help_and_version(capsys):
     assert "as few as 1 % labels" in out
 
 
+@pytest.mark.system
 def test_the_installed_command_and_a_closed_pipe(folder, tmp_path):
     main(["run", "--source", folder, *FAST, "--fractions", "1", "--out", "r"])
     script = f"'{sys.executable}' -m streamclr predict r --source '{folder}' | head -n 1; exit ${{PIPESTATUS[0]}}"

@@ -182,6 +182,7 @@ def test_other_code_on_a_worker_is_said(ray_here, tmp_path, job, monkeypatch):
     assert not tries(tmp_path / "begun")
 
 
+@pytest.mark.system
 def test_it_listens_on_loopback_alone():
     pytest.importorskip("ray")
     code = """
@@ -240,6 +241,7 @@ def test_a_cluster_that_was_there(source, tmp_path):
     assert (tmp_path / "there" / "table.md").read_text() == (tmp_path / "here" / "table.md").read_text()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("address", "said"),
     [("127.0.0.1:1", "Connection refused"), ("nowhere", "invalid literal"), ("ray://127.0.0.1:1", "refused")],
@@ -257,6 +259,7 @@ def test_what_only_a_run_of_this_machine_can_do(name, capsys):
     assert f"--{name} is for runs of this machine" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_without_ray_it_says_what_to_install_and_nothing_else_imports_it(source, tmp_path):
     code = f"""
 import importlib.util, json, sys

@@ -51,6 +51,7 @@ def with_second_look(files, least):
     return quantised.SerializeToString()
 
 
+@pytest.mark.system
 def test_only_what_is_in_doubt_is_run_again(files):
     images = random_images(64, 40, seed=9)
     exact, int8 = (opened(file)(images) for file in files)
@@ -71,6 +72,7 @@ def test_only_what_is_in_doubt_is_run_again(files):
         torch.testing.assert_close(run(image)[0][0], found[0][i], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("least", "which"), [(1e-9, 1), (2.0, 0)])
 def test_none_or_all_in_doubt(files, least, which):
     run, expected = opened(with_second_look(files, least)), opened(files[which])
@@ -80,6 +82,7 @@ def test_none_or_all_in_doubt(files, least, which):
             torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.system
 def test_a_file_without_a_second_look_says_so(files):
     assert telling(files[1]) is None
     assert looked_again(files[0], random_images(2, 24)) is None

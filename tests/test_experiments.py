@@ -136,7 +136,7 @@ def test_experiments_share_runs(small_cifar):
 KILLED = """
 import os, signal, sys
 from streamclr.cli.entry import main
-from streamclr.experiments import lab
+from streamclr.sweeps import lab
 work, ended = lab.work, []
 def killed(jobs, place, keep):
     def kept(directory):
@@ -150,6 +150,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.system
 def test_killed_half_way_it_goes_on(small_cifar):
     """The table of a run that was killed is that of one that was not, and finished jobs are not redone."""
 
@@ -304,6 +305,7 @@ def test_the_work_is_not_less_than_its_learning(small_cifar):
     assert lab.seconds == 60
 
 
+@pytest.mark.system
 def test_killed_before_its_first_file_was_whole_a_job_goes_on(small_cifar):
     lab = Lab(small_cifar / "out", n_seeds=1, images=600)
     (job,) = lab.runs()

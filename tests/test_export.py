@@ -133,6 +133,7 @@ def test_the_file_says_what_pytorch_says(kind, finished, onnx_file, torch_file):
         torch.testing.assert_close(shipment(images)[0], exact(finished, square)[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [
@@ -149,6 +150,7 @@ def test_every_encoder(options, tmp_path):
     torch.testing.assert_close(opened(file)(images)[0], shipped_of(directory)(images)[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.system
 def test_pure_int8(finished, onnx_file, tmp_path):
     """The encoder is quantised, the rest is not; the file is smaller and says nearly the same."""
     file, parity = export(finished, int8=True, out=tmp_path / "pure.onnx", pure=True)
@@ -171,6 +173,7 @@ def test_pure_int8(finished, onnx_file, tmp_path):
     assert (opened(file)(images)[0] - opened(onnx_file[0])(images)[0]).abs().max() < 0.2
 
 
+@pytest.mark.system
 def test_int8_looks_again_where_it_is_in_doubt(tmp_path):
     """Random weights find all noise alike, so that much is in doubt. The same run gives the same bytes."""
     directory = made_run(tmp_path / "run")
@@ -187,6 +190,7 @@ def test_int8_looks_again_where_it_is_in_doubt(tmp_path):
     assert make_onnx(shipped_of(directory), json.loads(about_of(file)), calibration) == file.read_bytes()
 
 
+@pytest.mark.system
 def test_int8_of_a_group_norm(tmp_path):
     _, parity = export(made_run(tmp_path / "run", norm="group", stem="imagenet"), int8=True)
     assert parity.equal_classes > 0.5  # random weights on noise: all images look alike to them
@@ -273,6 +277,7 @@ def test_errors_are_one_line(finished, onnx_file, tmp_path, capsys, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("most", [1_000, 100_000])  # bytes: not even the report, or the report but not the classifier
 def test_a_full_disk_is_one_line(finished, tmp_path, most):
     command = [sys.executable, "-m", "streamclr", "export", str(finished.path), "--format", "torch"]
@@ -290,6 +295,7 @@ def test_a_full_disk_is_one_line(finished, tmp_path, most):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_export_leaves_nothing(finished, tmp_path, number):
     out = tmp_path / "a.onnx"
@@ -307,6 +313,7 @@ raise SystemExit(main(["export", {str(finished.path)!r}, "--out", {str(out)!r}])
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.system
 def test_a_run_that_is_not_finished(tmp_path, capsys):
     """The encoder of its last checkpoint, with the classifier from a person's answers for just that encoder."""
     directory = made_run(tmp_path / "run")
@@ -327,6 +334,7 @@ def test_a_run_that_is_not_finished(tmp_path, capsys):
     assert (about["state"], about["images_seen"], about["accuracy"]) == ("the encoder of step 7", 320, None)
 
 
+@pytest.mark.system
 def test_the_accuracy_of_a_persons_labels(tmp_path):
     directory = made_run(tmp_path / "run")
     head, _ = directory.load_classifier()
@@ -356,6 +364,7 @@ def test_a_damaged_run(tmp_path, capsys):
     assert not list(directory.path.glob("*.onnx*"))
 
 
+@pytest.mark.system
 def test_what_does_not_match_is_said(finished, tmp_path, capsys, monkeypatch):
     """Of a run whose source is gone, too."""
     monkeypatch.setattr("streamclr.models.parity.LARGEST_DIFFERENCE", -1.0)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[1]
 # What only developers, the pages, video and SVHN need, by the names under which they are imported.
 OTHERS = "av fastapi httpx hypothesis mypy playwright pytest ruff schemathesis scipy starlette uvicorn xdist".split()

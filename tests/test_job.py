@@ -54,6 +54,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
         do_job(tmp_path, Clock(tmp_path))
 
 
+@pytest.mark.system
 def test_its_process_ends_with_whoever_started_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)]))
     process = Job("one", "support.sweep_jobs:sleep", {"told": str(tmp_path), "name": "begun"}).start(

@@ -256,6 +256,7 @@ def test_a_disk_that_became_read_only_does_not_end_the_run(config, monkeypatch, 
     assert "no checkpoint of step" in said
 
 
+@pytest.mark.system
 def test_a_log_that_cannot_be_written_does_not_end_the_run(config, tmp_path):
     import subprocess
     import sys

@@ -14,6 +14,8 @@ from streamclr.models.parity import classify
 from support.images import random_images
 from support.runs import made_run, shipped_of
 
+pytestmark = pytest.mark.system
+
 pytest.importorskip("executorch")
 
 

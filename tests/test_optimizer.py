@@ -2,6 +2,7 @@ import copy
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,6 +45,7 @@ def test_resumes_exactly_and_its_state_is_a_copy():
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.system
 def test_a_step_does_not_import_the_compiler():
     code = (
         "import sys, torch\n"

@@ -17,6 +17,8 @@ from streamclr.records.directory import RunDirectory
 from streamclr.streams.stream import open_stream
 from support.pages import ARTEFACTS, browser, finished_run
 
+pytestmark = pytest.mark.system
+
 chromium = pytest.fixture(scope="module")(browser)
 PATIENCE = 60_000  # milliseconds, of a machine that has much else to do
 expect.set_options(timeout=PATIENCE)

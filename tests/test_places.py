@@ -17,6 +17,7 @@ def job(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.system
 def test_each_is_kept_when_it_has_ended_and_one_that_had_is_not_done_again(tmp_path, job):
     (tmp_path / "there").mkdir()
     write_json(tmp_path / "there" / RESULT, {"name": "there"})
@@ -28,6 +29,7 @@ def test_each_is_kept_when_it_has_ended_and_one_that_had_is_not_done_again(tmp_p
     assert (tmp_path / "missing" / RESULT).exists()
 
 
+@pytest.mark.system
 def test_one_that_fails_ends_the_others(tmp_path, job):
     place, directories = Processes(2, "cpu"), [tmp_path / "jobs" / name for name in ("a", "b")]
     jobs = dict(zip(directories, (job("fail", "a"), job("sleep", "b")), strict=True))
@@ -38,6 +40,7 @@ def test_one_that_fails_ends_the_others(tmp_path, job):
     assert not (directories[1] / RESULT).exists()
 
 
+@pytest.mark.system
 def test_one_that_was_killed_is_told(tmp_path, job):
     with pytest.raises(UserError, match=r"^a-\w+ failed, killed by signal 9 \(.*\): see .*log.txt$"):
         work({tmp_path / "jobs" / "a": job("die_once", "a")}, Processes(1, "cpu"), lambda directory: None)

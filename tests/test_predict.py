@@ -235,6 +235,7 @@ def test_json_table_and_csv_say_the_same(shipped_run, pictures, tmp_path, capsys
             assert row.split() == [str(line["image"]), line["class"], f"{line['probability']:.4f}", line["file"]]
 
 
+@pytest.mark.system
 def test_a_source_that_has_no_frame_says_why_and_what_was_rejected_is_told(shipped_run, tmp_path, capsys):
     file = str(shipped_run[1])
     assert main(["predict", file, "--source", "http://127.0.0.1:9/x?retries=1"]) == 2

@@ -181,6 +181,7 @@ def test_a_damaged_checkpoint_of_one_rank_takes_all_ranks_back(left_alone, tmp_p
     assert len(said) == 1
 
 
+@pytest.mark.system
 def test_what_several_ranks_cannot_do_is_one_line_of_one_rank(tmp_path):
     code, said = ended(job(2, *SYNTHETIC, "--images", 160, "--memory", "1G", "--out", tmp_path / "run"))
     assert code != 0
@@ -222,6 +223,7 @@ def test_torchrun_is_for_run_alone(monkeypatch, capsys):
     assert "torchrun is for streamclr run: start streamclr demo without it" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_recordings_are_divided_among_the_ranks(tmp_path):
     """All ranks stop together where the shortest ends, and what was not learned from is accounted for."""
     pytest.importorskip("av")

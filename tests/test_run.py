@@ -367,6 +367,7 @@ def test_two_processes_in_one_run_are_refused(config, tmp_path):
     run(config)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("n_kills", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     words = ["run", "--source", "synthetic:?size=8", "--buffer", "8", "--width", "1", "--fractions", "0.1"]
@@ -378,6 +379,7 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     assert state_sha256(killed) == state_sha256(whole)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("n_runs", "n_kills"), [(1, 3), pytest.param(10, 10, marks=pytest.mark.long)])
 def test_chains_of_kills_on_a_recording(tmp_path, n_runs, n_kills):
     """A clip of a camera, guards and lazy scoring included: every chain ends in the state of the run left alone."""

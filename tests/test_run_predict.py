@@ -74,6 +74,7 @@ def test_a_run_with_predictions_is_the_same_run(config, tmp_path):
     assert json.loads((path / "status.json").read_text())["served"] == results["served"]
 
 
+@pytest.mark.system
 def test_on_two_threads_too(config, tmp_path):
     words = ["run", "--source", config.source, "--buffer", "16", "--width", "8", "--images", "64"]
     words += ["--probes", "0", "--fractions", "1", "--checkpoint-steps", "1"]
@@ -161,6 +162,7 @@ def test_a_stream_without_labels_says_so_once(config, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("n_kills", [4, pytest.param(30, marks=pytest.mark.long)])
 def test_kill_9_at_random_moments_loses_no_prediction_and_makes_none_twice(tmp_path, n_kills):
     pytest.importorskip("av")
@@ -196,6 +198,7 @@ sys.exit(entry.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.system
 def test_a_run_on_a_camera_is_stopped_and_killed_and_goes_on(tmp_path):
     """A camera that is faster than the learner: the account adds up after SIGTERM, and after kill -9."""
     camera, path = Camera(fps=300), tmp_path / "run"
@@ -218,6 +221,7 @@ def test_a_run_on_a_camera_is_stopped_and_killed_and_goes_on(tmp_path):
         camera.close()
 
 
+@pytest.mark.system
 def test_a_rollback_while_the_run_goes_on(tmp_path):
     camera, path = Camera(fps=50), tmp_path / "run"
     words = ["run", "--source", f"{camera.url}#size=16", "--buffer", "8", "--width", "1", "--predict"]

@@ -760,6 +760,7 @@ def is_closed(connection):
     return True
 
 
+@pytest.mark.system
 def test_a_body_that_comes_too_slowly_is_not_waited_for(hasty):
     head = [("Host", hasty.host), hasty.cookie, hasty.origin, JSON, ("Content-Length", 10)]
     with hasty.connect() as connection:
@@ -768,6 +769,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(hasty):
         assert is_closed(connection)
 
 
+@pytest.mark.system
 def test_the_body_of_a_stranger_is_not_waited_for(hasty):
     for kind, part in ((("Content-Length", 60_000), b" "), (("Transfer-Encoding", "chunked"), b"1\r\n \r\n")):
         with hasty.connect() as connection:
@@ -820,6 +822,7 @@ def test_what_is_no_http_is_refused(server, ants):
         connection.sendall(b"no request\r\n\r\n")  # the test of the log sees what comes of it
 
 
+@pytest.mark.system
 def test_connections_that_idle_leave_room_for_others(hasty, server):
     """More of them than the server has places, some with a part of a request."""
     with ExitStack() as stack:

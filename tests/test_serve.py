@@ -40,6 +40,7 @@ def ready(served, run):
     raise AssertionError(state["message"])
 
 
+@pytest.mark.system
 def test_what_a_client_is_told(run, serve):
     served = serve("serve", run)
     (one,) = served.client.get("/api/runs").json()["runs"]
@@ -64,6 +65,7 @@ def test_what_a_client_is_told(run, serve):
     assert picture.headers["content-type"] == "image/png"
 
 
+@pytest.mark.system
 def test_a_run_that_begins_later_appears(run, serve, tmp_path):
     shutil.copytree(run, tmp_path / "runs" / "one")
     served = serve("serve", tmp_path / "runs")
@@ -102,6 +104,7 @@ class Client(threading.Thread):
                 time.sleep(0.05)
 
 
+@pytest.mark.system
 def test_200_labels_of_8_clients_survive_kills_of_the_server(copied, serve, held_port):
     served = serve("label", copied, port=held_port)
     ready(served, copied)
@@ -133,6 +136,7 @@ def test_200_labels_of_8_clients_survive_kills_of_the_server(copied, serve, held
     labels.close()
 
 
+@pytest.mark.system
 def test_the_server_of_a_run_ends_with_it(run, tmp_path):
     """However it ends: the pipe to the child closes."""
     command = "run --source synthetic: --images 100000 --width 4 --buffer 32 --probes 0 --serve".split()

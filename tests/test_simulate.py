@@ -51,6 +51,7 @@ def asked(source, out, **options):
     return SimulateOptions(**{"source": source, "out": str(out), "stc": 5} | small | options)
 
 
+@pytest.mark.system
 def test_the_engine_runs_a_fleet_and_goes_on_with_it(source, tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of a cluster that is not meant
@@ -263,6 +264,7 @@ def test_wrong_options_are_told_before_anything_is_written(source, tmp_path, cha
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.system
 def test_without_flower_a_fleet_says_what_to_install_and_the_core_knows_nothing_of_it():
     code = """
 import importlib.util, json, sys

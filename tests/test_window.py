@@ -115,6 +115,7 @@ def test_the_guard_that_hid_an_image_is_known(shown):
     )
 
 
+@pytest.mark.system
 def test_serving_without_its_packages_is_one_line(tmp_path):
     code = (
         "import sys; sys.modules['uvicorn'] = None; from streamclr.cli.entry import main; sys.exit(main(sys.argv[1:]))"
