@@ -149,8 +149,8 @@ def test_a_camera_that_drops_comes_back(camera, n_faults):
     timeout = 1.0
     source = camera(fps=100, faults=[(20, FAULTS[i % len(FAULTS)]) for i in range(n_faults)])
     stream = open_stream(source.url, size=32, timeout=timeout)
-    arrived, found, resources = [], [], []
-    for images in stream.segments(4):
+    arrived, found, resources, segments = [], [], [], stream.segments(4)
+    for images in segments:
         arrived.append(time.monotonic())
         found += numbers(images)
         if len(arrived) in (3, 4) or not source.faults:
@@ -166,7 +166,7 @@ def test_a_camera_that_drops_comes_back(camera, n_faults):
     assert max(found) <= source.n_sent  # one may be here before its sender has counted it
     assert max(resources[2:])[0] <= max(resources[:2])[0]
     assert max(r[1] for r in resources[2:]) <= max(r[1] for r in resources[:2]) + 1
-    stream.close()
+    segments.close()
     assert stream.account.is_balanced
     events = [event for _, event in stream.take_events()]
     assert "frames again" in events
