@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamclr.base.errors import UserError
-from streamclr.compute.ranks import Alone, join
+from streamclr.compute.ranks import OneProcess, join
 from support import rank_jobs
 from support.processes import torchrun
 
@@ -44,7 +44,7 @@ def check_equal(rank, alone):
 @pytest.mark.parametrize("job", ["group", "batch"])
 def test_ranks_learn_as_one_process_with_the_whole_batch(found, job):
     """Twenty steps in double precision: what rounding leaves of a gradient that is 0, Adam makes as large as any."""
-    alone = rank_jobs.JOBS[job](Alone())
+    alone = rank_jobs.JOBS[job](OneProcess())
     for rank in found:
         check_equal(rank[job], alone)
 
@@ -52,7 +52,7 @@ def test_ranks_learn_as_one_process_with_the_whole_batch(found, job):
 @pytest.mark.long
 def test_two_ranks_of_128_images_learn_as_one_of_256(tmp_path):
     jobs = ("group_256", "group_256_double")
-    single, double = (rank_jobs.JOBS[job](Alone()) for job in jobs)
+    single, double = (rank_jobs.JOBS[job](OneProcess()) for job in jobs)
     for rank in found_by(2, tmp_path, *jobs):
         check_equal(rank["group_256_double"], double)
         assert cosine(rank["group_256"]["gradients"], single["gradients"]) > 0.9999
@@ -63,7 +63,7 @@ def test_two_ranks_of_128_images_learn_as_one_of_256(tmp_path):
 
 
 def test_batch_norm_over_each_ranks_own_is_another_and_leaves_one_encoder(found):
-    alone = rank_jobs.batch(Alone())
+    alone = rank_jobs.batch(OneProcess())
     for rank in found:
         assert cosine(rank["own"]["gradients"], alone["gradients"]) < 0.999
         for key, value in found[0]["own"]["state"].items():
@@ -93,9 +93,9 @@ def test_what_one_rank_knows_all_know(found):
 
 
 def test_a_process_that_torchrun_did_not_start_is_alone(monkeypatch):
-    assert type(join()) is Alone
+    assert type(join()) is OneProcess
     monkeypatch.setenv("WORLD_SIZE", "2")  # as some clusters set it for their own ends
-    assert type(join()) is Alone
+    assert type(join()) is OneProcess
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda:0", "cuda"])

@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from streamclr import UserError, resnet18, resnet34, resnet50
-from streamclr.encoders.inference import infer
+from streamclr import Learner, UserError, resnet18, resnet34, resnet50
+from streamclr.encoders.inference import infer, infer_views
 from streamclr.encoders.projection import ContrastiveModel, count_features
 from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture, BasicBlock, Conv3x3, ResNet
+from support.images import random_images
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,50 @@ def test_no_architecture_of_other_encoders():
     for encoder in (odd, torch.nn.Flatten()):
         with pytest.raises(UserError, match="use resnet18, resnet34, resnet50"):
             Architecture.of(encoder)
+
+
+class Returns(nn.Module):
+    def __init__(self, function, n_features=None):
+        super().__init__()
+        self.function, self.n_features = function, n_features
+
+    def forward(self, x):
+        return self.function(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("n_features", [None, 3])
+@pytest.mark.parametrize("wrap", [lambda h: {"features": h}, lambda h: (h, h), lambda h: None])
+def test_an_encoder_that_returns_no_tensor_is_told(wrap, n_features):
+    with pytest.raises(UserError, match=r"the encoder returns a (dict|tuple|NoneType): return"):
+        Learner(Returns(wrap, n_features), buffer_size=4, device="cpu").learn_many(random_images(4))
+
+
+def test_an_encoder_with_another_number_of_features_is_told():
+    with pytest.raises(UserError, match=r"the encoder returns features of \(4, 3\).*n_features is 5"):
+        ContrastiveModel(Returns(lambda h: h, 5))(torch.rand(4, 3, 8, 8))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.float, torch.Tensor.short, lambda x: x / 255])
+def test_stored_images_are_uint8(model, change):
+    with pytest.raises(UserError, match="uint8"):
+        infer(model, change(random_images(4)))
+
+
+def test_views_go_through_the_model_as_they_are(model):
+    images = random_images(5)
+    assert torch.equal(infer_views(model, images / 255), infer(model, images))
+    with pytest.raises(UserError, match="float"):
+        infer_views(model, images)
+
+
+@pytest.mark.parametrize(("size", "n"), [(16, 256), (32, 64), (96, 16), (224, 16)])
+def test_images_at_once(size, n):
+    """Measured on one thread with a ResNet-18 of width 16; a memory limit makes it fewer, never more."""
+    seen = []
+    encoder = Returns(lambda h: seen.append(len(h)) or h, 3)
+    infer(encoder, random_images(n + 3, size))
+    assert max(seen) == n
+    encoder.max_chunk = 2
+    seen.clear()
+    infer(encoder, random_images(5, size))
+    assert max(seen) == 2

@@ -71,7 +71,7 @@ def test_auto_scores_exactly_where_int8_does_not_rank_well_enough(monkeypatch):
     monkeypatch.setattr("streamclr.policy.fastest", lambda model, images: "int8")
     assert rank_correlation(contrast_score(model, images, "int8"), contrast_score(model, images)) < 0.98
     pool = Buffer(50).pool(images)
-    kept = ContrastScoring().keep(pool, 50, model)
+    kept = ContrastScoring(precision="auto").keep(pool, 50, model)
     assert set(kept.tolist()) == set(contrast_score(model, images).topk(50).indices.tolist())
 
 
@@ -201,7 +201,7 @@ def keep(policy, model, images):
 
 
 def test_auto_returns_to_the_exact_score_when_the_fast_one_ranks_otherwise(wide, images, monkeypatch):
-    policy = ContrastScoring()
+    policy = ContrastScoring(precision="auto")
     policy._fast = "int8"
     keep(policy, wide, images)
     assert policy._trusted
@@ -216,7 +216,7 @@ def test_auto_returns_to_the_exact_score_when_the_fast_one_ranks_otherwise(wide,
     kept, pool = keep(policy, wide, images)
     assert not policy._trusted
     assert torch.equal(pool.score, real(wide, images))
-    other = ContrastScoring()
+    other = ContrastScoring(precision="auto")
     other.load_state_dict(policy.state_dict())
     assert not other._trusted
     assert torch.equal(keep(other, wide, images)[0], kept)
@@ -224,8 +224,18 @@ def test_auto_returns_to_the_exact_score_when_the_fast_one_ranks_otherwise(wide,
 
 def test_a_few_images_are_scored_exactly(wide, images, monkeypatch):
     monkeypatch.setattr("streamclr.policy.fastest", lambda *args: pytest.fail("measured"))
-    _, pool = keep(ContrastScoring(), wide, images[:20])
+    _, pool = keep(ContrastScoring(precision="auto"), wide, images[:20])
     assert torch.allclose(pool.score, contrast_score(wide, images[:20]))
+
+
+def test_the_score_is_exact_unless_told_otherwise(wide, images, monkeypatch):
+    monkeypatch.setattr("streamclr.policy.fastest", lambda *args: pytest.fail("measured"))
+    policy = ContrastScoring()
+    _, pool = keep(policy, wide, images)
+    assert torch.equal(pool.score, contrast_score(wide, images, "fp32"))
+    policy.load_state_dict({"fast": "int8", "trusted": True, "n_fast": 7})  # of a run that chose int8
+    _, pool = keep(policy, wide, images)
+    assert torch.equal(pool.score, contrast_score(wide, images, "fp32"))
 
 
 def test_half_keeps_features_in_float(wide, images):

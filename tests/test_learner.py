@@ -1,5 +1,8 @@
 import copy
 import math
+import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from torch import nn
 from streamclr import (
     ContrastScoring,
     FIFOReplace,
+    Guarded,
     Learner,
     RandomReplace,
     Reservoir,
@@ -17,7 +21,8 @@ from streamclr import (
     open_stream,
     resnet18,
 )
-from streamclr.compute.ranks import Alone
+from streamclr.compute.ranks import OneProcess
+from streamclr.encoders.inference import infer
 from streamclr.policy import POLICIES
 from support.images import random_images
 
@@ -166,19 +171,173 @@ def test_flipped_numpy_images():
     assert math.isfinite(make().learn_many(frames[:, ::-1]).loss)
 
 
-def test_a_state_that_does_not_fit_changes_nothing():
-    learner, other = make(), make(buffer_size=4)
+def same(a, b):
+    """Whether two states are equal to the bit; NaN equals NaN."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(torch.nan_to_num(a.double(), nan=-7), torch.nan_to_num(b.double(), nan=-7))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list) else a == b
+
+
+def without(state, *path):
+    state = copy.deepcopy(state)
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return state
+
+
+MISFITS = {
+    "a larger buffer": (lambda: make(RandomReplace(), buffer_size=16), lambda state: state, "buffer_size=16"),
+    "another width": (lambda: Learner(resnet18(8), RandomReplace(), 8, device="cpu"), lambda s: s, "does not fit"),
+    "another policy": (lambda: make(ContrastScoring()), lambda s: s, "ContrastScoring"),
+    "another policy, same keys": (lambda: make(Reservoir()), lambda s: s, "Reservoir.*RandomReplace"),
+    "a policy without a state": (lambda: make(FIFOReplace()), lambda s: s, "FIFOReplace"),
+    "another policy, name unknown": (lambda: make(ContrastScoring()), lambda s: without(s, "policy_name"), "fast"),
+    "a guarded one": (lambda: make(Guarded(RandomReplace())), lambda s: without(s, "policy_name"), "kept_out"),
+    "no optimizer": (lambda: make(RandomReplace()), lambda s: without(s, "optimizer"), "optimizer"),
+    "moments missing": (lambda: make(RandomReplace()), lambda s: without(s, "optimizer", "means", 3), "optimizer"),
+    "a column missing": (lambda: make(RandomReplace()), lambda s: without(s, "buffer", "ages"), "ages"),
+    "no generator": (lambda: make(RandomReplace()), lambda s: s | {"generator": torch.zeros(3).byte()}, "generator"),
+    "no model": (lambda: make(RandomReplace()), lambda s: s | {"model": {}}, "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_state_that_does_not_fit_changes_nothing(name):
+    other, change, told = MISFITS[name]
+    source, learner = other(), make(RandomReplace())
+    learn(source, 2, n=source.buffer.size)
+    learn(learner, 1)
+    before = learner.state_dict()
+    with pytest.raises(UserError, match=told):
+        learner.load_state_dict(change(source.state_dict()))
+    assert same(learner.state_dict(), before)
+    learn(learner, 1)
+
+
+def test_a_state_of_the_version_before_loads():
+    learner, other = make(RandomReplace()), make(RandomReplace(), seed=9)
     learn(learner, 2)
-    before = other.state_dict()
-    with pytest.raises(UserError, match="buffer_size=8"):
-        other.load_state_dict(learner.state_dict())
-    wide = Learner(resnet18(width=8), buffer_size=8, device="cpu")
-    with pytest.raises(UserError, match="does not fit"):
-        wide.load_state_dict(learner.state_dict())
-    assert all(torch.equal(value, before["model"][key]) for key, value in other.model.state_dict().items())
-    assert len(other.buffer) == len(wide.buffer) == 0
-    learn(other, 1)
-    learn(wide, 1)
+    state = learner.state_dict()
+    other.load_state_dict(without(without(state, "random_state"), "policy_name"))
+    assert [step.loss for step in learn(learner, 2)] == [step.loss for step in learn(other, 2)]
+
+
+def with_dropout(seed=3):
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5))
+    return Learner(encoder, RandomReplace(), buffer_size=8, lr=1e-2, seed=seed, device="cpu")
+
+
+def test_an_encoder_with_dropout_resumes_bit_by_bit_and_leaves_the_global_generator_alone():
+    learner = with_dropout()
+    learn(learner, 2)
+    state, random_state = learner.state_dict(), torch.get_rng_state()
+    ahead = [step.loss for step in learn(learner, 3, first=2)]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    torch.manual_seed(77)
+    other = with_dropout(seed=9)
+    other.load_state_dict(state)
+    assert [step.loss for step in learn(other, 3, first=2)] == ahead
+
+
+class Draws:
+    """A policy that draws and forgets to save its generator."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def keep(self, pool, size, model):
+        return torch.arange(size)
+
+
+@pytest.mark.parametrize("wrap", [lambda policy: policy, Guarded])
+@pytest.mark.parametrize(
+    "generator", [torch.Generator(), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+)
+def test_a_policy_whose_generator_would_not_be_saved_is_refused(generator, wrap):
+    learner = make(wrap(Draws(generator)))
+    learn(learner, 1)  # nothing is lost without a checkpoint
+    with pytest.raises(UserError, match=r"Draws.*add state_dict and load_state_dict"):
+        learner.state_dict()
+
+
+@pytest.mark.parametrize("keep", [lambda n: list(range(n)), np.arange, torch.arange])
+def test_a_policy_may_return_whole_numbers_of_any_kind(keep):
+    class Kind:
+        def keep(self, pool, size, model):
+            return keep(size)
+
+    for policy in (Kind(), Guarded(Kind())):
+        learner = make(policy)
+        learn(learner, 2)
+        assert len(learner.buffer) == 8
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda n: torch.arange(n) / 1,
+        lambda n: torch.ones(n, dtype=torch.bool),
+        lambda n: [True] * n,
+        lambda n: torch.arange(n)[:, None],
+        lambda n: None,
+        lambda n: {"keep": torch.arange(n)},
+        lambda n: [torch.arange(n), torch.arange(n + 1)],
+    ],
+)
+def test_a_policy_that_returns_no_indices_is_told_in_one_line(keep):
+    class Wrong:
+        def keep(self, pool, size, model):
+            return keep(size)
+
+    for policy in (Wrong(), Guarded(Wrong())):
+        with pytest.raises(UserError, match=r"the policy returned .*: return .*indices"):
+            learn(make(policy), 1)
+
+
+def test_an_extractor_standardises_and_neither_trains_nor_changes():
+    learner = make()
+    learn(learner, 2)
+    images, before = random_images(5), copy.deepcopy(learner.model.state_dict())
+    extract = learner.extractor()
+    features = extract(images)
+    assert features.shape == (5, extract.n_features) == (5, 32)
+    assert features.device.type == "cpu"
+    assert not features.requires_grad
+    assert torch.allclose(features, infer(learner.model, images, learner.model.features))
+    assert same(dict(learner.model.state_dict()), dict(before))
+    assert learner.encoder.training
+    learn(learner, 2, first=2)
+    assert torch.equal(extract(images.numpy()), features)  # later steps do not change it
+    assert not torch.allclose(learner.extractor()(images), features)
+    with pytest.raises(UserError, match="uint8"):
+        extract(images / 255)
+    with pytest.raises(UserError, match="n x 3"):
+        extract(images[0])
+
+
+@pytest.mark.system
+def test_the_method_loads_no_reader_no_server_and_no_run_directory():
+    code = "import sys, streamclr.learner; print(*(name for name in sys.modules if name.startswith('streamclr.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    rooms = {name.split(".")[1] for name in loaded}
+    assert "learner" in rooms
+    assert not rooms & {
+        "streams",
+        "runs",
+        "records",
+        "models",
+        "labelling",
+        "web",
+        "fleet",
+        "sweeps",
+        "experiments",
+        "cli",
+    }
 
 
 def test_contrast_scoring_takes_over_from_a_policy_without_scores():
@@ -236,14 +395,14 @@ def test_a_loss_that_is_not_finite_stops_before_it_touches_the_weights():
 
 def test_compile_needs_a_compiler(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(UserError, match="no C\\+\\+ compiler"):
+    with pytest.raises(UserError, match="compile needs a C\\+\\+ compiler"):
         make(compile=True)
 
 
 def test_a_compiled_model_stays_compiled_in_a_run():
     learner = make()
     learner._trained = compiled = nn.Sequential(learner.model)
-    learner.join(Alone())  # as every run does
+    learner.join(OneProcess())  # as every run does
     assert learner._trained is compiled
     learner.leave()
     assert learner._trained is compiled

@@ -68,3 +68,9 @@ def test_gradient_is_equation_4():
     positive = i + 5
     by_hand = (1 - p[positive]) * z[positive] - sum(p[j] * z[j] for j in others if j != positive)
     assert torch.allclose(z0.grad[i], -by_hand / temperature, atol=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0, -0.5, math.nan, math.inf])
+def test_bad_temperature(temperature):
+    with pytest.raises(UserError, match=f"temperature is {temperature}"):
+        nt_xent(unit(4, 8, 0), unit(4, 8, 1), temperature)

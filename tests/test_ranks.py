@@ -11,7 +11,7 @@ import pytest
 
 from streamclr.base.errors import UserError
 from streamclr.cli.entry import main
-from streamclr.compute.ranks import Alone
+from streamclr.compute.ranks import OneProcess
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
@@ -190,7 +190,7 @@ def test_what_several_ranks_cannot_do_is_one_line_of_one_rank(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class Two(Alone):
+class Two(OneProcess):
     """The first of two, as far as it is asked before anything is said to the other."""
 
     n = 2

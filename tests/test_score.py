@@ -1,12 +1,13 @@
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 from torch import nn
 
-from streamclr import contrast_score
+from streamclr import UserError, contrast_score
 from streamclr.encoders.inference import infer
 from streamclr.score import rank_correlation, stand_ins
 from streamclr.views import flip
@@ -98,3 +99,10 @@ def test_rank_correlation_is_scipys():
     assert abs(rank_correlation(a, b) - spearmanr(a, b).statistic) < 1e-9
     assert rank_correlation(a, a.exp()) == 1
     assert math.isnan(rank_correlation(a, torch.ones(50)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("change", [torch.Tensor.float, torch.Tensor.short, lambda x: x / 255, lambda x: x[0]])
+def test_what_is_no_batch_of_stored_images_is_refused(model, change, precision):
+    with pytest.raises(UserError, match=r"the images are .*uint8"):
+        contrast_score(model, change(random_images(4)), precision)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streamclr import StrongViews
+from streamclr import StrongViews, UserError
 from streamclr.views import GREY, _hue_rotation, flip
 from support.images import random_images
 
@@ -111,3 +111,31 @@ def test_views_made_some_at_a_time_are_the_same_views(size):
     draw = views.draw(images.shape, generator())
     parts = [views.apply(images[rows], draw.rows(rows)) for rows in (slice(0, 3), slice(3, 4), slice(4, 10))]
     assert torch.allclose(torch.cat(parts), views(images, generator()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": (-1, 0.2)},
+        {"scale": (0, 1)},
+        {"scale": (0.5, 0.2)},
+        {"scale": (0.2, 1.5)},
+        {"scale": 0.5},
+        {"scale": (0.2, float("nan"))},
+        {"strength": -1},
+        {"strength": float("inf")},
+        {"jitter": 7},
+        {"jitter": float("nan")},
+        {"grey": -0.1},
+        {"blur": 2},
+    ],
+)
+def test_bad_options(options):
+    with pytest.raises(UserError, match=f"{next(iter(options))} is .*: use"):
+        StrongViews(**options)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.float, torch.Tensor.short])
+def test_views_are_of_stored_images(change):
+    with pytest.raises(UserError, match="uint8"):
+        StrongViews()(change(random_images(4)), generator())

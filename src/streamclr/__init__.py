@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamclr.base.errors import UserError
     from streamclr.buffer import Buffer
+    from streamclr.encoders.projection import FeatureExtractor
     from streamclr.encoders.resnet import resnet18, resnet34, resnet50
     from streamclr.guards import Guarded
     from streamclr.learner import Learner, Step
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "base.errors": ["UserError"],
     "buffer": ["Buffer"],
+    "encoders.projection": ["FeatureExtractor"],
     "encoders.resnet": ["resnet18", "resnet34", "resnet50"],
     "guards": ["Guarded"],
     "learner": ["Learner", "Step"],

@@ -1,6 +1,7 @@
 """The buffer B and the pool B ∪ I from which a policy chooses the next B."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,10 @@ from streamclr.base.errors import UserError
 
 @dataclass
 class Pool:
-    """What a policy sees: the images of the buffer, then those of the new segment. The scores are its to write."""
+    """What a policy sees: the images of the buffer, then those of the new segment. It may write the scores."""
 
     images: Tensor  # n x 3 x H x W, uint8
-    score: Tensor  # float, what the policy last wrote; NaN for a new image
+    score: Tensor  # float, written by the policy; NaN for a new image
     age: Tensor  # steps since the image was placed in the buffer; 0 for a new image
     arrival: Tensor  # number of the image in the stream
     n_buffer: int = 0  # how many of them are in the buffer
@@ -28,18 +29,35 @@ class Pool:
         self.n_rescored += int(due[: self.n_buffer].sum())
 
 
+def checked_keep(keep: Any, pool: Pool, size: int) -> Tensor:
+    """What a policy returned, if it is `size` different indices of the pool."""
+    due = f"return {size} different indices of the pool"
+    try:
+        keep = torch.as_tensor(keep, device=pool.age.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"the policy returned a {type(keep).__name__}: {due}") from None
+    if keep.ndim != 1 or keep.dtype not in (torch.int64, torch.int32):
+        raise UserError(f"the policy returned {keep.dtype} of shape {tuple(keep.shape)}: {due}, torch.int64")
+    if len(keep) and not (int(keep.min()) >= 0 and int(keep.max()) < len(pool)):
+        wrong = int(keep.min()) if int(keep.min()) < 0 else int(keep.max())
+        raise UserError(f"the policy returned index {wrong}, the pool has {len(pool)} images: {due}")
+    if len(keep) != size or len(keep.unique()) != size:
+        raise UserError(f"the policy returned {len(keep)} indices, {len(keep.unique())} of them different: {due}")
+    return keep.long()
+
+
 COLUMNS = ("images", "scores", "ages", "arrivals")
 
 
 class Buffer:
-    """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one segment behind."""
+    """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one more segment."""
 
     def __init__(self, size: int, device: torch.device | str = "cpu"):
         if size < 2:
             raise UserError(f"buffer_size is {size}: use at least 2, an image needs another to contrast with")
         self.size, self.device = size, torch.device(device)
         self.n_seen = 0  # images offered so far
-        self._n = self._end = 0  # images in the buffer; behind them, to here, what the last step did not keep
+        self._n = self._end = 0  # images in the buffer; those from _n to _end the last step did not keep
         self._allocate(size, (3, 0, 0))
 
     def _allocate(self, rows: int, shape: tuple[int, ...]) -> None:
@@ -75,7 +93,7 @@ class Buffer:
         return self._arrivals[: self._n]
 
     def pool(self, segment: Tensor) -> Pool:
-        """Offer a segment: every image in the buffer is one step older, and the new ones stand behind them."""
+        """The pool of the buffer and a new segment; every image of the buffer is one step older."""
         shape = tuple(segment.shape[1:])
         if self._n and shape != tuple(self._images.shape[1:]):
             raise UserError(
@@ -105,16 +123,8 @@ class Buffer:
     def replace(self, pool: Pool, keep: Tensor) -> int:
         """Make the images `keep` of the pool the new buffer; returns how many were in it before."""
         size = min(self.size, len(pool))
-        if len(keep) and not (int(keep.min()) >= 0 and int(keep.max()) < len(pool)):
-            raise UserError(
-                f"the policy kept image {int(keep.max())} of a pool of {len(pool)}: use indices of the pool"
-            )
         chosen = torch.zeros(len(pool), dtype=torch.bool, device=self.device)
-        chosen[keep] = True
-        if len(keep) != size or int(chosen.sum()) != size:
-            raise UserError(
-                f"the policy kept {len(keep)} images, {int(chosen.sum())} of them different: {size} are due"
-            )
+        chosen[checked_keep(keep, pool, size)] = True
         n_kept = int(chosen[: self._n].sum())
         self._holes, self._movers = (~chosen[:size]).nonzero()[:, 0], chosen[size:].nonzero()[:, 0] + size
         self._swap()
@@ -126,12 +136,12 @@ class Buffer:
             column[self._holes], column[self._movers] = column[self._movers], column[self._holes]
 
     def left(self) -> dict[str, Tensor]:
-        """What was in the buffer and the last step did not keep, with the scores for which it left."""
+        """The images that the last step removed from the buffer, with their last scores."""
         behind = {name: column[self._n : self._end] for name, column in zip(COLUMNS, self._columns, strict=True)}
         return {name: column[behind["ages"] > 0] for name, column in behind.items()}
 
     def undo(self) -> None:
-        """Be as before the last segment was offered, whose images keep their numbers in the stream."""
+        """Take the last step back; the images of its segment still count as seen."""
         self._swap()
         self._n, scores = self._before
         self._end = self._n
@@ -149,6 +159,8 @@ class Buffer:
         return {**{name: t.clone() if copy else t for name, t in columns.items()}, "n_seen": self.n_seen}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        if missing := [name for name in (*COLUMNS, "n_seen") if name not in state]:
+            raise UserError(f"the saved buffer has no {', '.join(missing)}: use the state of a learner")
         columns = [state[name] for name in COLUMNS]
         assert isinstance(columns[0], Tensor)
         if (n := len(columns[0])) > self.size:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
-from streamclr.buffer import Pool
+from streamclr.buffer import Pool, checked_keep
 from streamclr.policy import Policy
 
 # From the least bad to the worst: in this order they come back where too few images are left.
@@ -65,12 +65,12 @@ class Guarded:
         self.hidden = {arrival: GUARDS[number] for arrival, number in zip(arrivals, worst, strict=True)}
         self.kept_out.update(self.hidden.values())
         if bool(seen.all()):
-            keep = self.policy.keep(pool, size, model)
+            keep = checked_keep(self.policy.keep(pool, size, model), pool, size)
         else:
             rows = seen.nonzero()[:, 0]
             n_buffer = int(seen[: pool.n_buffer].sum())
             view = Pool(pool.images[rows], pool.score[rows], pool.age[rows], pool.arrival[rows], n_buffer)
-            keep = rows[self.policy.keep(view, size, model)]
+            keep = rows[checked_keep(self.policy.keep(view, size, model), view, size)]
             pool.score[rows] = view.score
             pool.n_rescored += view.n_rescored
         if look is not None:

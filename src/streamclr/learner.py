@@ -1,10 +1,11 @@
-"""The method. Read `Learner.learn_many` first: everything else in this package is a noun that it calls."""
+"""The method is `Learner.learn_many`: read it first. Every other file is a noun that it calls."""
 
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -19,14 +20,14 @@ from streamclr.buffer import Buffer
 from streamclr.compute.adam import Adam
 from streamclr.compute.chunked import backward, check_can_chunk
 from streamclr.compute.memory import MemoryPlan, make_plan, parse_size
-from streamclr.compute.ranks import Alone
-from streamclr.encoders.inference import seeded
-from streamclr.encoders.projection import ContrastiveModel
+from streamclr.compute.ranks import OneProcess
+from streamclr.encoders.inference import checked_images, seeded
+from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
 from streamclr.loss import nt_xent
-from streamclr.policy import ContrastScoring, Policy
+from streamclr.policy import ContrastScoring, Policy, check_resumable, policy_name
 from streamclr.score import contrast_score
-from streamclr.views import StrongViews
+from streamclr.views import StrongViews, ViewPairs
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Step:
     kept: int  # images of the buffer that stayed
     replaced: int  # images of the segment that entered
     rescored: float  # share of the buffer that was scored again
-    score: float  # mean score in the new buffer; NaN for a policy that does not score
+    score: float  # mean score in the new buffer; NaN if the policy does not score
     seconds_scoring: float
     seconds_training: float
-    spread: float = math.nan  # of the batch's projections, 1 - |mean z|²: 0 if all are alike, about 1 if all differ
+    spread: float = math.nan  # of the batch's projections, 1 - |mean z|²: 0 if all are equal, near 1 if all differ
 
     def __str__(self) -> str:
         return (
@@ -54,16 +55,16 @@ class Step:
 class Learner:
     """Learns an encoder from segments of an unlabelled stream, with a small buffer of the images that teach the most.
 
-    encoder: any module that maps images to features, or a ContrastiveModel, which has its projection head with it; a
-        ResNet-18 with the small stem unless given.
-    policy: which images stay in the buffer; contrast scoring unless given.
+    encoder: any module that maps images to features, or a ContrastiveModel, which includes a projection head; default:
+        a ResNet-18 with the small stem.
+    policy: which images stay in the buffer; default: contrast scoring.
     buffer_size: N, images in the buffer.
-    batch_size: images of one update, drawn uniformly from the buffer; the whole buffer unless given.
-    memory: what the whole process may take, as "600M" or "1.5G"; the views then go through the model in chunks, with
-        the same result. Predicted at the first segment, and refused there if it cannot be.
-    compile: let torch compile the model: narrow encoders gain a third, after a minute and with a C++ compiler.
-    seed: of the initial weights, the views and the draws.
-    device: where the model and the buffer live; a GPU if there is one.
+    batch_size: images of one update, drawn uniformly from the buffer; default: the whole buffer.
+    memory: limit for the whole process, as "600M" or "1.5G"; the views then go through the model in chunks, with the
+        same result. A limit that is too low is refused at the first segment.
+    compile: compile the model with torch: narrow encoders gain a third, after a minute; needs a C++ compiler.
+    seed: of the initial weights, the views, the draws and dropout.
+    device: where the model and the buffer are; default: a GPU if there is one.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Learner:
         device: torch.device | str | None = None,
     ):
         self.device = find_device(device)
-        self.ranks = Alone()
+        self.ranks = OneProcess()
         self.policy = ContrastScoring() if policy is None else policy
         self.buffer = Buffer(buffer_size, self.device)
         self.batch_size = buffer_size if batch_size is None else batch_size
@@ -103,12 +104,13 @@ class Learner:
         with seeded(seed):
             encoder = resnet18() if encoder is None else encoder
             model = encoder if isinstance(encoder, ContrastiveModel) else ContrastiveModel(encoder)
+            self._random_state = torch.get_rng_state()  # of the model's own randomness, such as dropout
         self.model = model.to(self.device)
         self.optimizer = Adam(self.model.parameters(), lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
-        self.plan: MemoryPlan | None = None  # how to keep within the memory, once the images' size is known
+        self.plan: MemoryPlan | None = None  # made at the first segment, when the images' size is known
         if self.memory is not None:
             if compile:
                 raise UserError("both memory and compile are given: a compiled model takes the whole batch at once")
@@ -116,30 +118,38 @@ class Learner:
                 raise UserError(f"memory is for the CPU, the device is {self.device}: use a smaller batch_size")
             check_can_chunk(self.model)
         if compile and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-            raise UserError("compile is given, and there is no C++ compiler: install g++, or leave compile out")
+            raise UserError("compile needs a C++ compiler, and none was found: install g++, or leave compile out")
         self._trained: nn.Module = torch.compile(self.model) if compile else self.model  # type: ignore[assignment]
 
     @property
     def encoder(self) -> nn.Module:
+        """The encoder in training, which takes standardised images; for features use `extractor()`."""
         return self.model.encoder
 
+    def extractor(self) -> FeatureExtractor:
+        """A frozen copy of the encoder as it is now: uint8 images, n x 3 x H x W, to features, n x d, on the CPU."""
+        return FeatureExtractor(self.model)
+
     # ------------------------------------------------------------------------------------------------------------
-    # The method (Sec. III): replace once, update.
+    # The method (Sec. III): choose the buffer anew from the buffer and the segment, then update on the buffer.
 
     def learn_many(self, images: Tensor | np.ndarray) -> Step:
-        """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, n as you like."""
+        """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, any n."""
         images = checked_images(images, "the segment")
-        if self.memory is not None:
-            self.fit(images.shape)
-        started = perf_counter()
-        n_before = len(self.buffer)
+        self._plan_memory(images.shape)
+        n_before, started = len(self.buffer), perf_counter()
         pool = self.buffer.pool(images)  # B ∪ I
-        with self._undone_if_not_finite():
+        with self._undone_if_not_finite(), self._own_random_state():
             with self.ranks.together():
-                keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN, Eq. 3
+                keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN of S(x), Eq. 3
                 n_kept = self.buffer.replace(pool, keep)  # the new B
-            scored = perf_counter()
-            losses, spreads = zip(*(self._update() for _ in range(self.updates_per_segment)), strict=True)
+            losses, scored = [], perf_counter()
+            for _ in range(self.updates_per_segment):
+                batch = self.buffer.draw(self.batch_size, self.generator)  # n x 3 x H x W
+                views = ViewPairs(self.views, batch, self.generator)  # 2n x 3 x H x W
+                loss, spread = self._backward(views, lambda z0, z1: nt_xent(z0, z1, self.temperature))  # Eq. 1
+                self.optimizer.step()
+                losses.append(loss)
             trained = perf_counter()
         self.n_steps += 1
         return Step(
@@ -152,43 +162,38 @@ class Learner:
             score=float(self.buffer.scores.mean()),
             seconds_scoring=scored - started,
             seconds_training=trained - scored,
-            spread=spreads[-1],
+            spread=spread,
         )
 
-    def _update(self) -> tuple[float, float]:
-        """One SimCLR update on a batch; both views in one pass, so that BatchNorm cannot tell them apart.
+    # ------------------------------------------------------------------------------------------------------------
 
-        Returns the loss and the spread of the projections.
+    def _backward(self, views: ViewPairs, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
+        """Set the gradient of the loss, checked to be finite. Returns the loss and the spread of the projections.
+
+        Both views of all images go through the model in one pass, so that BatchNorm cannot tell them apart; in chunks
+        if memory is limited. The loss contrasts the images of all ranks.
         """
-        batch = self.buffer.draw(self.batch_size, self.generator)
-        n = 2 * len(batch)
-        most, least = self.ranks.largest(n // 2, -n // 2)
+        most, least = self.ranks.largest(len(views) // 2, -len(views) // 2)
         if most != -least:
             raise UserError(f"the ranks have batches of {-least:.0f} to {most:.0f} images: give all the same")
-        draw = self.views.draw((n, *batch.shape[1:]), self.generator)
-        image = torch.arange(n, device=self.device) % len(batch)
         spread = math.nan
 
-        def views(rows: slice) -> Tensor:
-            return self.views.apply(batch[image[rows]], draw.rows(rows))
-
-        def loss(z: Tensor) -> Tensor:
+        def loss_of_all(z: Tensor) -> Tensor:
             nonlocal spread
             z0, z1 = (self.ranks.gather(half) for half in z.chunk(2))
             spread = 1 - float(torch.cat([z0, z1]).detach().mean(0).square().sum())
-            return nt_xent(z0, z1, self.temperature)
+            return loss(z0, z1)
 
         self.model.train()
         self.optimizer.zero_grad()
         with self.ranks.together():
-            value = backward(self._trained, views, n, loss, self.plan.chunk_size if self.plan else None)
+            value = backward(self._trained, views, len(views), loss_of_all, self.plan.chunk_size if self.plan else None)
             self._check(value)
-        self.optimizer.step()
         self.ranks.settle(self.model)
         return value, spread
 
     def _check(self, loss: float) -> None:
-        """Before anything is changed for good: an update with finite gradients leaves finite weights."""
+        """Before the optimizer changes anything: an update with finite gradients leaves finite weights."""
         for name, tensors in (
             ("loss", [torch.tensor(loss)]),
             ("gradient", [p.grad for p in self.optimizer.parameters if p.grad is not None]),
@@ -200,7 +205,7 @@ class Learner:
 
     @contextmanager
     def _undone_if_not_finite(self) -> Iterator[None]:
-        """A step whose numbers break has changed nothing; of several updates those before it stay."""
+        """A step with a number that is not finite changes nothing; of several updates those before it stay."""
         statistics = [buffer.clone() for buffer in self.model.buffers()]
         policy, generator = self._policy_state(), self.generator.get_state()
         try:
@@ -215,30 +220,45 @@ class Learner:
             self.generator.set_state(generator)
             raise NotFinite(str(error)) from None
 
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        """Dropout and the like draw from torch's global generators: these have the learner's state in a step."""
+        cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if cuda else []):
+            torch.set_rng_state(self._random_state)
+            if cuda:
+                torch.cuda.manual_seed(int(torch.randint(2**62, ())))
+            yield
+            self._random_state = torch.get_rng_state()
+
     def is_finite(self) -> bool:
-        """Whether all weights, statistics and moments are."""
+        """Whether all weights, BatchNorm statistics and Adam's moments are finite."""
         moments = [*self.optimizer.means, *self.optimizer.squares]
         return all_finite([*self.model.parameters(), *self.model.buffers(), *moments])
 
     # ------------------------------------------------------------------------------------------------------------
 
     def fit(self, shape: Sequence[int]) -> MemoryPlan:
-        """How a step on segments of this shape keeps within the memory; an error if it cannot."""
+        """The plan by which a step on segments of this shape keeps to the memory limit; an error if none does."""
         assert self.memory is not None
         if self.plan is None:
             self.optimizer.keep_gradients()
-            n_images = self.buffer.size + 2 * shape[0]  # the segment before and after it is in the buffer
+            n_images = self.buffer.size + 2 * shape[0]  # the segment itself, and its copy behind the buffer
             self.plan = make_plan(
                 self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score
             )
-            if self.plan.chunk_size is not None:
-                self.model.pixels_at_once = max(1, self.plan.chunk_size // 2) * shape[-2] * shape[-1]
+            # A scored image is two views, and a chunk of the update is what fits.
+            self.model.max_chunk = max(1, (self.plan.chunk_size or 2 * self.batch_size) // 2)
         return self.plan
 
-    def join(self, ranks: Alone) -> None:
-        """Share the encoder with learners in other processes, which do the same, before the first step.
+    def _plan_memory(self, shape: Sequence[int]) -> None:
+        if self.memory is not None:
+            self.fit(shape)
 
-        From then on each step is one of all ranks: the loss contrasts the batches of all, which are of one size.
+    def join(self, ranks: OneProcess) -> None:
+        """Share the encoder with the learners of the other ranks, each of which calls this before its first step.
+
+        From then on all ranks step together: the loss contrasts the batches of all ranks, which have one size.
         """
         if ranks.n > 1 and self.memory is not None:
             raise UserError("memory is for one process: with several ranks use a smaller batch_size each")
@@ -246,24 +266,26 @@ class Learner:
             raise UserError("compile is for one process: leave it out with several ranks")
         self.ranks = ranks
         self._trained = ranks.share(self._trained)
-        if ranks.index:  # other views on each rank; those of the first are as if it were alone
-            seed = torch.randint(2**62, (ranks.index,), generator=self.generator, device=self.device)[-1]
-            self.generator.manual_seed(int(seed))
+        if ranks.index:  # each rank draws other views and other dropout; rank 0 draws as one process does
+            seed = int(torch.randint(2**62, (ranks.index,), generator=self.generator, device=self.device)[-1])
+            self.generator.manual_seed(seed)
+            self._random_state = torch.Generator().manual_seed(seed).get_state()
 
     def leave(self) -> None:
-        """Go on alone, with the encoder of all."""
-        if self.ranks.n == 1:  # as before, compiled if it was
+        """Go on in this process only, with the shared encoder."""
+        if self.ranks.n == 1:  # a compiled model stays compiled
             return
         self._trained = self.model
         self.ranks.unshare(self.model)
         self.ranks.close()
-        self.ranks = Alone()
+        self.ranks = OneProcess()
 
     def state_dict(self, copy: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on.
 
-        copy: False gives the tensors themselves, for one who is done with them before the next step.
+        copy: False gives the tensors themselves, for a caller that is done with them before the next step.
         """
+        check_resumable(self.policy)
         model = self.model.state_dict()
         return {
             "n_steps": self.n_steps,
@@ -271,17 +293,49 @@ class Learner:
             "optimizer": self.optimizer.state_dict(copy),
             "buffer": self.buffer.state_dict(copy),
             "policy": self._policy_state(),
+            "policy_name": policy_name(self.policy),
             "generator": self.generator.get_state(),
+            "random_state": self._random_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        buffer = Buffer(self.buffer.size, self.device)
+        """Go on as the learner whose state this is. A state that does not fit changes nothing."""
+        if missing := [key for key in STATE_KEYS if key not in state]:
+            raise UserError(f"the saved state has no {', '.join(missing)}: use what Learner.state_dict() returned")
+        buffer, generator = Buffer(self.buffer.size, self.device), torch.Generator(self.device)
         buffer.load_state_dict(state["buffer"])
-        load_weights(self.model, state["model"], "the saved state")  # what does not fit has changed nothing until here
-        self.buffer, self.n_steps = buffer, state["n_steps"]
+        random_state = state.get("random_state", self._random_state)  # a state of an older version has none
+        try:
+            generator.set_state(state["generator"])
+            torch.Generator().set_state(random_state)
+        except (RuntimeError, TypeError) as error:
+            raise UserError(f"the saved generator does not fit: {error}: use the device it was saved on") from None
+        self.optimizer.check_state_dict(state["optimizer"])
+        own_policy = deepcopy(self._policy_state())
+        self._load_saved_policy(state["policy"], state.get("policy_name"))
+        try:
+            load_weights(self.model, state["model"], "the saved state")
+        except UserError:
+            self._load_policy_state(own_policy)
+            raise
         self.optimizer.load_state_dict(state["optimizer"])
-        self._load_policy_state(state["policy"])
-        self.generator.set_state(state["generator"])
+        self.buffer, self.generator, self._random_state = buffer, generator, random_state
+        self.n_steps = state["n_steps"]
+
+    def _load_saved_policy(self, state: dict[str, Any], name: str | None) -> None:
+        """All or nothing, as the rest; `name` is None in a state of an older version."""
+        own_name, own = policy_name(self.policy), deepcopy(self._policy_state())
+        told = (
+            f"the saved state is of the policy {name or 'with ' + (', '.join(state) or 'no state')}, this is {own_name}"
+        )
+        if name not in (None, own_name) or (state and not hasattr(self.policy, "load_state_dict")):
+            raise UserError(f"{told}: give the learner the policy that was saved")
+        try:
+            self._load_policy_state(state)
+        except Exception as error:  # noqa: BLE001 (any class may be a policy)
+            self._load_policy_state(own)
+            needs = f" with {', '.join(own)}" if name is None else ""
+            raise UserError(f"{told}{needs} ({error!r}): give the learner the policy that was saved") from None
 
     def _policy_state(self) -> dict[str, Any]:
         return self.policy.state_dict() if hasattr(self.policy, "state_dict") else {}
@@ -291,8 +345,11 @@ class Learner:
             self.policy.load_state_dict(state)
 
 
+STATE_KEYS = ("n_steps", "model", "optimizer", "buffer", "policy", "generator")  # in states of every version
+
+
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """By their norms, of which one is infinite too if a gradient is too large to be squared, as Adam does."""
+    """By their norms: a gradient that is too large for Adam to square counts as infinite too."""
     floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack(torch._foreach_norm(floating)).isfinite().all())
 
@@ -307,13 +364,3 @@ def find_device(name: torch.device | str | None) -> torch.device:
     if not present.get(device.type):
         raise UserError(f"no device {name!r} on this machine or in this build of torch: use cpu")
     return device
-
-
-def checked_images(images: Tensor | np.ndarray, what: str) -> Tensor:
-    if isinstance(images, np.ndarray):
-        images = torch.from_numpy(np.ascontiguousarray(images))  # a flipped view has negative strides
-    if images.dtype != torch.uint8:
-        raise UserError(f"{what} is {images.dtype}: give torch.uint8 images with values from 0 to 255")
-    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
-        raise UserError(f"{what}'s shape is {tuple(images.shape)}: give n x 3 x height x width with n at least 1")
-    return images

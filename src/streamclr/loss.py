@@ -17,6 +17,8 @@ def nt_xent(z0: Tensor, z1: Tensor, temperature: float = 0.5, reduction: str = "
         raise UserError(
             f"the views' projections are {tuple(z0.shape)} and {tuple(z1.shape)}: give two of n x d, n at least 1"
         )
+    if not 0 < temperature < torch.inf:
+        raise UserError(f"temperature is {temperature}: use a number above 0")
     if reduction not in ("mean", "sum", "none"):
         raise UserError(f"reduction is {reduction!r}: use 'mean', 'sum' or 'none'")
     z = torch.cat([z0, z1])  # 2n x d

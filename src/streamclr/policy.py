@@ -1,7 +1,9 @@
 """The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
 
+import random
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import checked_seed, one_of
 from streamclr.buffer import Pool
 from streamclr.compute.fast_scoring import PRECISIONS, fastest
-from streamclr.encoders.inference import infer, inference_mode
+from streamclr.encoders.inference import infer, infer_views, inference_mode
 from streamclr.loss import nt_xent
 from streamclr.score import contrast_score, rank_correlation, stand_ins
 from streamclr.views import StrongViews
@@ -24,25 +26,26 @@ class ContrastScoring:
     """Keep the images whose mirror image the encoder still tells apart (Sec. III-B; lazy scoring, Sec. III-D).
 
     rescore_every: T; an image in the buffer is scored again when its age is a multiple of it.
-    precision: `fp32` scores exactly, `int8`, `folded` or `half` fast; `auto` takes what is fastest on this machine, as
-        long as it ranks the images as the exact score does.
-    duplicate: a frame whose pixels differ from the frame scored before by no more than this (mean, of 255) is not
-        encoded but takes over its score; below 0 none does.
+    precision: `fp32` scores exactly; `int8`, `folded` and `half` are faster; `auto` takes the fastest on this machine,
+        as long as it ranks the images as the exact score does.
+    duplicate: a frame whose pixels differ from the frame before by at most this (mean, of 255) takes over its score
+        and is not encoded; below 0: every frame is encoded.
     """
 
-    def __init__(self, rescore_every: int = 1, precision: str = "auto", duplicate: float = 0.5):
+    def __init__(self, rescore_every: int = 1, precision: str = "fp32", duplicate: float = 0.5):
         if rescore_every < 1:
             raise UserError(f"rescore_every is {rescore_every}: use 1 (score everything each step) or more")
         if precision not in ("auto", *PRECISIONS):
             raise UserError(f"precision is {precision!r}: {one_of(precision, ('auto', *PRECISIONS))}")
         self.rescore_every, self.precision, self.duplicate = rescore_every, precision, duplicate
-        self._fast = ""  # the fast precision, once it is known
-        self._trusted = True  # whether it ranked as the exact score at the last check
-        self._n_fast = 0  # how often it was due
+        # Of `auto` only:
+        self._fast = ""  # the fastest precision, once measured
+        self._trusted = True  # whether it ranked the images as the exact score did at the last check
+        self._n_fast = 0  # calls in which it was used
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         due = pool.age % self.rescore_every == 0  # a new image has age 0
-        due |= pool.score.isnan()  # kept by another policy until now
+        due |= pool.score.isnan()  # kept by another policy before
         new = (pool.age == 0).nonzero()[:, 0]
         stand_in = new[stand_ins(pool.images[new], self.duplicate)]
         due[new] = stand_in == new
@@ -53,7 +56,7 @@ class ContrastScoring:
     def _score(self, model: nn.Module, images: Tensor) -> Tensor:
         if self.precision != "auto":
             return contrast_score(model, images, self.precision)
-        if len(images) < N_WORTH_IT:
+        if len(images) < MIN_IMAGES_FOR_FAST:
             return contrast_score(model, images)
         if not self._fast:
             with inference_mode(model):
@@ -65,7 +68,7 @@ class ContrastScoring:
         if check:
             few = images[:: -(-len(images) // 128)]
             agreement = rank_correlation(contrast_score(model, few, self._fast), contrast_score(model, few))
-            self._trusted = agreement >= LEAST_AGREEMENT
+            self._trusted = agreement >= MIN_RANK_CORRELATION
         return contrast_score(model, images, self._fast if self._trusted else "fp32")
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,9 +78,9 @@ class ContrastScoring:
         self._fast, self._trusted, self._n_fast = state["fast"], state["trusted"], state["n_fast"]
 
 
-N_WORTH_IT = 64  # images below which making the fast model costs more than it saves
-CHECK_EVERY = 100  # steps between two looks at whether the fast score still ranks as the exact one
-LEAST_AGREEMENT = 0.98  # Spearman's rank correlation
+MIN_IMAGES_FOR_FAST = 64  # with fewer, making the fast model costs more than it saves
+CHECK_EVERY = 100  # calls between two comparisons of the fast with the exact score
+MIN_RANK_CORRELATION = 0.98  # Spearman's, of the fast with the exact score
 
 
 class FIFOReplace:
@@ -88,7 +91,7 @@ class FIFOReplace:
 
 
 class _Seeded:
-    """A private generator and its state, for the policies that draw."""
+    """A private generator and its state, for policies that draw at random."""
 
     def __init__(self, seed: int = 0):
         self.generator = torch.Generator().manual_seed(checked_seed(seed))
@@ -119,7 +122,8 @@ class Reservoir(_Seeded):
 class SelectiveBackprop(_Seeded):
     """Keep the images with the largest contrastive losses (Jiang et al. 2019, as the paper uses it).
 
-    beta: None keeps the largest; a number draws with probability (percentile of the loss) ** beta, as the original.
+    beta: None keeps the largest losses; a number draws with probability (percentile of the loss) ** beta, as the paper
+        of 2019 does.
     """
 
     def __init__(self, beta: float | None = None, temperature: float = 0.5, seed: int = 0):
@@ -133,7 +137,7 @@ class SelectiveBackprop(_Seeded):
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         # Views drawn on the CPU, so that one generator serves every device.
-        z0, z1 = (infer(model, self.views(pool.images.cpu(), self.generator)) for _ in range(2))
+        z0, z1 = (infer_views(model, self.views(pool.images.cpu(), self.generator)) for _ in range(2))
         losses = nt_xent(z0, z1, self.temperature, reduction="none").view(2, -1).mean(0)
         pool.rescore(pool.age >= 0, losses)
         if self.beta is None:
@@ -153,14 +157,14 @@ class KCenter(_Seeded):
 
 
 def k_center(features: Tensor, size: int, first: int = 0) -> Tensor:
-    """`size` rows, each the farthest from those chosen before it. Needs one distance per row, no matrix of pairs."""
+    """`size` rows, each the farthest from those chosen before it; memory for one distance per row."""
     chosen = torch.empty(size, dtype=torch.long, device=features.device)
     distance = torch.full((len(features),), torch.inf, device=features.device)
     index = torch.tensor(first, device=features.device)
     for i in range(size):
         chosen[i] = index
         distance = torch.minimum(distance, (features - features[index]).square().sum(1))
-        distance[index] = -1  # never again, not even among duplicates
+        distance[index] = -1  # chosen once, even among duplicates
         index = distance.argmax()
     return chosen
 
@@ -173,3 +177,24 @@ POLICIES: dict[str, type] = {
     "k-center": KCenter,
     "reservoir": Reservoir,
 }
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def policy_name(policy: Policy) -> str:
+    """The class of a policy, with that of the policy inside it: `Guarded(ContrastScoring)`."""
+    inner = [policy_name(value) for value in getattr(policy, "__dict__", {}).values() if hasattr(value, "keep")]
+    return type(policy).__name__ + (f"({', '.join(inner)})" if inner else "")
+
+
+def check_resumable(policy: Policy) -> None:
+    """Refuse a policy that draws from a generator of its own and does not save it: a resumed run would differ."""
+    for value in getattr(policy, "__dict__", {}).values():
+        if isinstance(value, GENERATORS) and not hasattr(policy, "state_dict"):
+            raise UserError(
+                f"the policy {type(policy).__name__} holds a random generator and cannot be saved: "
+                "add state_dict and load_state_dict, as RandomReplace has them"
+            )
+        if hasattr(value, "keep"):
+            check_resumable(value)

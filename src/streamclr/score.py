@@ -5,17 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.compute.fast_scoring import projection
-from streamclr.encoders.inference import inference_mode, map_chunks
+from streamclr.encoders.inference import check_stored, inference_mode, map_chunks
 from streamclr.views import flip
 
 
 def contrast_score(model: nn.Module, images: Tensor, precision: str = "fp32") -> Tensor:
     """S(x) = 1 - z(x)·z(flip x) in [0, 2] for stored uint8 images (Eq. 2): high where the encoder has yet to learn.
 
-    Deterministic: it depends on the image and the model alone; in int8 also, slightly, on the images beside it.
+    Deterministic: it depends on the image and the model only; in int8 also, slightly, on the other images.
 
-    precision: `fp32` is exact; `folded`, `int8` and `half` are faster (see inference.py).
+    precision: `fp32` is exact; `folded`, `int8` and `half` are faster (see compute/fast_scoring.py).
     """
+    check_stored(images)
     with inference_mode(model):
         project = projection(model, images, precision)
 
@@ -27,18 +28,18 @@ def contrast_score(model: nn.Module, images: Tensor, precision: str = "fp32") ->
 
 
 def stand_ins(images: Tensor, tolerance: float) -> Tensor:
-    """For each frame of a sequence the frame whose score it may take: itself, or an earlier one that looks the same.
+    """For each frame of a sequence the index of the frame whose score it takes: its own, or an earlier, equal one's.
 
-    Each is compared with the frame that stands in for the one before it, so that a slow change is not missed.
+    A frame is compared with the one that stands in for its predecessor, so that a slow change is not missed.
 
-    tolerance: mean difference of the pixels, of 255.
+    tolerance: mean absolute difference of two equal frames' pixels, of 255.
     """
     stand_in = torch.arange(len(images), device=images.device)
-    few = max(1, 2**20 // images.shape[1:].numel())  # at a time, for the sake of memory
+    few = max(1, 2**20 // images.shape[1:].numel())  # images at a time, to save memory
     pairs = zip(images[1:].split(few), images[:-1].split(few), strict=True)
     near = [flag for new, before in pairs for flag in (_difference(new, before) <= tolerance).tolist()]
     for i in range(1, len(images)):
-        if near[i - 1]:  # nowhere in an ordinary dataset
+        if near[i - 1]:  # rare in a dataset, usual for a camera
             first = stand_in[i - 1]
             if _difference(images[i : i + 1], images[first][None]) <= tolerance:
                 stand_in[i] = first

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamclr.base.errors import UserError
 from streamclr.encoders.inference import as_float
 
 GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma
@@ -23,8 +24,10 @@ def flip(images: Tensor) -> Tensor:
 class StrongViews:
     """SimCLR's random views: resized crop, flip, colour jitter, grey, and blur for images of 64 px and more.
 
+    scale: smallest and largest share of the image in a crop.
     strength: scales the jitter of brightness, contrast, saturation (0.8 each) and hue (0.2); None is 0.5 below 64 px
         and 1 from there on, as SimCLR does for CIFAR-10 and ImageNet.
+    jitter, grey: probabilities of the colour jitter and of grey.
     blur: probability of a Gaussian blur; None is 0 below 64 px and 0.5 from there on.
     """
 
@@ -36,6 +39,13 @@ class StrongViews:
         grey: float = 0.2,
         blur: float | None = None,
     ):
+        if not (isinstance(scale, tuple | list) and len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1):
+            raise UserError(f"scale is {scale}: use the smallest and largest share of the image, as (0.2, 1.0)")
+        if strength is not None and not 0 <= strength < math.inf:
+            raise UserError(f"strength is {strength}: use 0 (no colour jitter) or more")
+        for name, probability in (("jitter", jitter), ("grey", grey), ("blur", blur)):
+            if probability is not None and not 0 <= probability <= 1:
+                raise UserError(f"{name} is {probability}: use a probability, 0 to 1")
         self.scale, self.strength, self.jitter, self.grey, self.blur = scale, strength, jitter, grey, blur
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
@@ -43,7 +53,7 @@ class StrongViews:
         return self.apply(images, self.draw(images.shape, generator))
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> "Draw":
-        """All that is random about the views of images of this shape, so that they can be made some at a time."""
+        """The random numbers for views of images of this shape, so that the views can be made in chunks."""
         n, device = shape[0], generator.device
         large = min(shape[-2:]) >= 64
         blur = self.blur if self.blur is not None else 0.5 * large
@@ -76,6 +86,21 @@ class StrongViews:
         views = F.grid_sample(as_float(images), grid, padding_mode="border", align_corners=False)
         del grid
         return _blur(_recolour(views, draw), draw.sigma)
+
+
+class ViewPairs:
+    """Two random views of each of n images, made when they are asked for: rows i and n + i are views of image i."""
+
+    def __init__(self, views: StrongViews, images: Tensor, generator: torch.Generator):
+        self.views, self.images = views, images
+        self.draw = views.draw((2 * len(images), *images.shape[1:]), generator)
+
+    def __len__(self) -> int:
+        return 2 * len(self.images)
+
+    def __call__(self, rows: slice) -> Tensor:
+        image = torch.arange(len(self), device=self.images.device)[rows] % len(self.images)
+        return self.views.apply(self.images[image], self.draw.rows(rows))
 
 
 class Draw(NamedTuple):

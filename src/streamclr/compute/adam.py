@@ -1,4 +1,4 @@
-"""Adam, by torch's own function but without `torch.optim.Optimizer`, which imports the compiler: 70 MB and a second."""
+"""Adam by torch's own function, without `torch.optim.Optimizer`, which imports the compiler (70 MB, one second)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,20 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
+from streamclr.base.errors import UserError
+
 
 class Adam:
-    """Adam (Kingma and Ba 2015) with L2 weight decay, fused, so that a step needs no memory of its own."""
+    """Adam (Kingma and Ba 2015) with L2 weight decay, fused, so that a step allocates nothing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.lr, self.weight_decay = lr, weight_decay
         self.n_steps = [torch.zeros((), device=parameter.device) for parameter in self.parameters]
         self.means, self.squares = ([torch.zeros_like(p) for p in self.parameters] for _ in range(2))
-
         self._keep_gradients = False
 
     def keep_gradients(self) -> None:
-        """Allocate the gradients once and for all, so that they are counted from the start and stay where they are."""
+        """Allocate the gradients once, now, so that a memory plan counts them."""
         self._keep_gradients = True
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -35,7 +36,7 @@ class Adam:
     @torch.no_grad()
     def step(self) -> None:
         state = zip(self.parameters, self.means, self.squares, self.n_steps, strict=True)
-        used = [columns for columns in state if columns[0].grad is not None]  # a parameter need not be in the graph
+        used = [columns for columns in state if columns[0].grad is not None]  # some may not be in the graph
         parameters, means, squares, n_steps = (list(column) for column in zip(*used, strict=True))
         adam(
             parameters,
@@ -57,7 +58,23 @@ class Adam:
     def state_dict(self, copy: bool = True) -> dict[str, Any]:
         return {name: [t.clone() if copy else t for t in column] for name, column in self._columns.items()}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse a state that does not fit the parameters."""
+        for name, column in self._columns.items():
+            saved, own = ([list(tensor.shape) for tensor in tensors] for tensors in (state.get(name, []), column))
+            if saved != own:
+                i = next((i for i, (a, b) in enumerate(zip(saved, own, strict=False)) if a != b), None)
+                how = (
+                    f"has {len(saved)} {name}, not {len(own)}"
+                    if i is None
+                    else f"{name}[{i}] is {saved[i]}, not {own[i]}"
+                )
+                raise UserError(
+                    f"the saved state does not fit the model: optimizer: {how}: use the encoder that it was saved with"
+                )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state_dict(state)
         for name, column in self._columns.items():
             for tensor, value in zip(column, state[name], strict=True):
                 tensor.copy_(value)

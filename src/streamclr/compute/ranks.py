@@ -26,7 +26,7 @@ from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
 TIMEOUT = timedelta(minutes=10)  # for the slowest rank's next step; a rank that died is noticed at once
 
 
-class Alone:
+class OneProcess:
     """One process: there is nobody to agree with."""
 
     index, n = 0, 1
@@ -61,14 +61,14 @@ class Alone:
     def close(self) -> None:
         """Leave the others, for whom this rank is not lost then."""
 
-    def __enter__(self) -> "Alone":
+    def __enter__(self) -> "OneProcess":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
 
 
-class Ranks(Alone):
+class Ranks(OneProcess):
     """The processes of one job of `torchrun`.
 
     device: of this rank; GPUs talk by nccl, CPUs by gloo.
@@ -218,11 +218,11 @@ def _change_norms(model: nn.Module, before: type[nn.Module], after: type[nn.Modu
             module.__class__ = after
 
 
-def join(device: str | None = None, norm_over: str = "all") -> Alone:
+def join(device: str | None = None, norm_over: str = "all") -> OneProcess:
     """The ranks of this job; alone if `torchrun` did not start it. Each rank of a machine takes a GPU of its own."""
     told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     if None in told or told[1] == "1":
-        return Alone()
+        return OneProcess()
     if not dist.is_available():
         raise UserError("this build of torch has no torch.distributed: run without torchrun")
     cuda = torch.cuda.is_available() and device != "cpu"

@@ -1,13 +1,16 @@
-"""The encoder f with its projection head g (Sec. II-A)."""
+"""The encoder f with its projection head g (Sec. II-A), and the encoder alone, frozen."""
 
+import copy
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
-from streamclr.encoders.inference import PIXELS_AT_ONCE, infer
+from streamclr.encoders.inference import checked_images, infer, inference_mode
 
 
 class ContrastiveModel(nn.Module):
@@ -18,7 +21,7 @@ class ContrastiveModel(nn.Module):
 
     mean: Tensor
     std: Tensor
-    pixels_at_once = PIXELS_AT_ONCE
+    max_chunk: int | None = None  # images of one forward pass in inference, where memory is limited
 
     def __init__(self, encoder: nn.Module, projection_size: int = 128):
         super().__init__()
@@ -34,7 +37,10 @@ class ContrastiveModel(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """h = f(x), n x d."""
-        return self.encoder(self.standardise(images)).flatten(1)
+        h = _checked_tensor(self.encoder(self.standardise(images))).flatten(1)
+        if h.shape[1] != self.n_features:
+            raise UserError(f"the encoder returns features of {tuple(h.shape)}, but n_features is {self.n_features}")
+        return h
 
     def project(self, features: Tensor) -> Tensor:
         """z = g(h) / |g(h)|, n x projection_size."""
@@ -44,15 +50,42 @@ class ContrastiveModel(nn.Module):
         return self.project(self.features(images))
 
 
+class FeatureExtractor:
+    """A frozen copy of a model's encoder: stored images in, features out, for a classifier of your own.
+
+    It standardises the images as in training, runs in eval mode without gradient, and no later step changes it:
+
+        extract = learner.extractor()
+        features = extract(images)  # uint8, n x 3 x H x W -> float, n x extract.n_features, on the CPU
+    """
+
+    def __init__(self, model: ContrastiveModel):
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.n_features = model.n_features
+
+    def __call__(self, images: Tensor | np.ndarray) -> Tensor:
+        """Features of uint8 images, n x 3 x H x W: n x n_features, on the CPU."""
+        return infer(self.model, checked_images(images, "the batch"), self.model.features).cpu()
+
+
 def count_features(encoder: nn.Module) -> int:
     """How many features an encoder gives: its `n_features`, or what comes out of a blank image."""
     if isinstance(n := getattr(encoder, "n_features", None), int):
         return n
-    found = set()
+    device, found = next((p.device for p in encoder.parameters()), torch.device("cpu")), set()
     for size in (8, 16, 28, 32, 64, 96, 128, 224):
-        with suppress(RuntimeError, ValueError, AssertionError, IndexError):  # not made for images of this size
-            found.add(infer(encoder, torch.zeros(1, 3, size, size, dtype=torch.uint8)).flatten(1).shape[1])
+        out = None
+        with inference_mode(encoder), suppress(RuntimeError, ValueError, AssertionError, IndexError):
+            out = [encoder(torch.zeros(1, 3, size, size, device=device))]
+        if out is not None:  # else it is not made for images of this size
+            found.add(_checked_tensor(out[0]).flatten(1).shape[1])
     if len(found) != 1:
         why = "that depends on the size of the image" if found else "it takes no blank image"
         raise UserError(f"cannot tell how many features the encoder gives, {why}: set the attribute encoder.n_features")
     return found.pop()
+
+
+def _checked_tensor(features: Any) -> Tensor:
+    if not isinstance(features, Tensor):
+        raise UserError(f"the encoder returns a {type(features).__name__}: return one tensor of features, n x d")
+    return features

@@ -22,10 +22,9 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import sha256_of, sync, write_new
 from streamclr.base.tensors import load_checked
 from streamclr.classifier import Head
-from streamclr.encoders.inference import inference_mode
+from streamclr.encoders.inference import checked_images, inference_mode
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture
-from streamclr.learner import checked_images
 from streamclr.models.card import Card, card_text
 from streamclr.models.shipped import Shipped
 

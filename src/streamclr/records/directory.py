@@ -22,7 +22,7 @@ from streamclr.base.files import held, json_line, read_json, write_json
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_metadata, load_tensors, load_weights, save_tensors
 from streamclr.classifier import Head
-from streamclr.compute.ranks import Alone
+from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
@@ -92,7 +92,7 @@ class RunDirectory:
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints")
 
-    def latest(self, ranks: Alone) -> tuple[int, dict[str, Any]] | None:
+    def latest(self, ranks: OneProcess) -> tuple[int, dict[str, Any]] | None:
         """The newest checkpoint of which every rank has its own, whole."""
         most = math.inf
         while True:
@@ -323,7 +323,7 @@ class RankDirectory(RunDirectory):
         pass
 
 
-def open_directory(config: RunOptions, ranks: Alone) -> RunDirectory:
+def open_directory(config: RunOptions, ranks: OneProcess) -> RunDirectory:
     """The run directory, or what this rank has below it."""
     with ranks.together():
         first = RunDirectory.of(config) if ranks.index == 0 else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.classifier import draw_labelled
-from streamclr.compute.ranks import Alone
+from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Architecture, ResNet
@@ -81,7 +81,7 @@ def make_learner(config: RunOptions) -> Learner:
     )
 
 
-def prepare(config: RunOptions, ranks: Alone | None = None) -> tuple[RunOptions, Stream, Learner]:
+def prepare(config: RunOptions, ranks: OneProcess | None = None) -> tuple[RunOptions, Stream, Learner]:
     """All that a run needs, checked before anything is written: what is wrong is said now, not hours later."""
     stream = open_run_stream(config)
     config = resolved(config, stream)
@@ -106,7 +106,9 @@ def prepare(config: RunOptions, ranks: Alone | None = None) -> tuple[RunOptions,
     return config, stream, learner
 
 
-def own_stream(config: RunOptions, stream: DatasetStream | CameraStream, ranks: Alone) -> DatasetStream | CameraStream:
+def own_stream(
+    config: RunOptions, stream: DatasetStream | CameraStream, ranks: OneProcess
+) -> DatasetStream | CameraStream:
     """What this rank reads of the stream; an error for what several ranks cannot do."""
     for name in ("memory", "compile", "predict", "label_budget"):
         if getattr(config, name) not in (None, False):
@@ -122,7 +124,7 @@ def own_stream(config: RunOptions, stream: DatasetStream | CameraStream, ranks: 
     return stream.shard(ranks.index, ranks.n, config.segment)
 
 
-def own_part(config: RunOptions, ranks: Alone) -> RunOptions:
+def own_part(config: RunOptions, ranks: OneProcess) -> RunOptions:
     """What one rank has to do of a run: as many whole segments as all have; what is there once is the first's."""
     if ranks.n == 1:
         return config

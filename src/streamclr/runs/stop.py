@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 from streamclr.base.errors import QuietExit, Stopped
-from streamclr.compute.ranks import Alone
+from streamclr.compute.ranks import OneProcess
 
 
 class StopSignal:
@@ -22,13 +22,13 @@ class StopSignal:
             self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def by_any(self, ranks: Alone) -> bool:
+    def by_any(self, ranks: OneProcess) -> bool:
         """Whether a rank was asked, and so all are."""
         (number,) = ranks.largest(self.signal)
         self.signal = int(number)
         return bool(number)
 
-    def stopped(self, ranks: Alone, message: str) -> Stopped | QuietExit:
+    def stopped(self, ranks: OneProcess, message: str) -> Stopped | QuietExit:
         """To be raised; the first rank speaks for all."""
         return QuietExit(128 + self.signal) if ranks.index else Stopped(self.signal, message)
 

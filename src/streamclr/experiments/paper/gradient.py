@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.table import Table
-from streamclr.encoders.inference import infer
+from streamclr.encoders.inference import infer, infer_views
 from streamclr.experiments.findings import Findings, spread
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
@@ -103,7 +103,7 @@ def look(model: "ContrastiveModel", images: Tensor, n: int, temperature: float, 
         flipped = eq4(infer(model, batch), infer(model, flip(batch)), temperature)
         drawn = []
         for _ in range(N_DRAWS):
-            z0, z1 = (infer(model, views(batch, generator)) for _ in range(2))
+            z0, z1 = (infer_views(model, views(batch, generator)) for _ in range(2))
             drawn.append(eq4(z0, z1, temperature))
         strong = (torch.stack(values).mean(0) for values in zip(*drawn, strict=True))
         parts.append(torch.stack([*flipped, *strong]))
