@@ -12,6 +12,7 @@ from streamclr.base.tensors import save_tensors
 from streamclr.classifier import Head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
@@ -71,7 +72,7 @@ def made_run(path, size=32, **options):
     head.fit_scale(infer(model, random_images(64, size), model.features))
     torch.nn.init.normal_(head.linear.weight, std=0.3)
     directory.save_model(model)
-    directory.save_classifiers({1.0: head}, tuple("abcde"))
+    Heads(directory).save_fractions({1.0: head}, tuple("abcde"))
     save_tensors(path / "buffer.safetensors", {"images": random_images(48, size)})
     directory.save_results({"images": 48, "labels": {}})
     return directory
@@ -94,13 +95,13 @@ def serve():
 
 
 @pytest.fixture(scope="session")
-def shipped_run(tmp_path_factory):
+def exported_run(tmp_path_factory):
     """A run directory, and its classifier as ONNX and as a program of torch: 32 px, classes a to e."""
     pytest.importorskip("onnxscript")
     from streamclr.models.export import export
 
     torch.set_num_threads(1)
-    directory = made_run(tmp_path_factory.mktemp("shipped") / "run")
+    directory = made_run(tmp_path_factory.mktemp("exported") / "run")
     return directory.path, export(directory)[0], export(directory, "torch")[0]
 
 

@@ -16,7 +16,7 @@ from streamclr.streams.account import Account
 from streamclr.streams.stream import LiveStream
 from test_asking import make_run, until
 from test_run import make_folder
-from test_served import CLASSES, make_version
+from test_versions import CLASSES, make_version
 
 
 @pytest.fixture
