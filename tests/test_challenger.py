@@ -163,7 +163,7 @@ def test_labels_of_another_process_become_a_head(path, monkeypatch):
         until(lambda: one.wants)
         give(one, 2, weights(path))
         version = one.versions.current
-        assert (version.number, version.step, version.classes) == (1, 2, tuple(sorted(NAMES)))
+        assert (version.number, version.step, version.classes) == (1, 2, sorted(NAMES))
         assert len(version.trained_on) + len(version.held_back) == 40
         assert len(version.held_back) == version.score.n in (7, 8, 9)
         assert version.score.right >= 6  # colours are easy
@@ -418,7 +418,7 @@ def test_the_labels_of_a_dataset(path):
 def test_which_labels_are_at_hand(path, monkeypatch):
     synthetic = open_stream("synthetic:?size=16")
     assert isinstance(labels_at_hand(RunOptions(label_budget="30"), path, synthetic), Answers)
-    monkeypatch.setattr(module, "MOST_LABELS", 300)
+    monkeypatch.setattr(module, "MAX_LABELS", 300)
     known = labels_at_hand(RunOptions(fractions="0.01,0.1"), path, synthetic)
     classes = known.read().classes
     assert len(classes) == 300  # of 500

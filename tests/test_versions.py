@@ -20,10 +20,11 @@ def directory(tmp_path):
 
 
 def make_version(directory, seed=0, classes=CLASSES, score=Score(4, 5, 0.5), step=7):  # noqa: B008
-    head = Head(8, len(classes))
+    model = encoder(directory.path, seed)
+    head = Head(model.n_features, len(classes))
     torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(seed))
     keys = frozenset({"a", "b"}), frozenset({"c"})
-    return Version(Classifier(encoder(directory.path, seed), head, classes, 16), step, *keys, score)
+    return Version(Classifier(model, head, classes, 16), step, *keys, score)
 
 
 def images(n=4):
