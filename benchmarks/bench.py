@@ -172,8 +172,7 @@ ACCURACY = """
 import json, torch
 from streamclr import ContrastScoring, Learner, open_stream, resnet18
 from streamclr.compute.allocator import keep_freed_memory
-from streamclr.classifier import knn_probe
-from streamclr.runs.evaluation import extract
+from streamclr.runs.evaluation import extract, knn_accuracy
 from streamclr.encoders.inference import seeded
 keep_freed_memory()
 stream = open_stream("cifar10", stc=500, seed=$seed)
@@ -185,10 +184,7 @@ for images in stream.segments(256, until=$images):
     learner.learn_many(images)
 train, test = stream.train, stream.test
 known = torch.arange(0, len(train), 5)
-features, labels, _ = extract(learner.model, train, known)
-tested = extract(learner.model, test)
-guess = knn_probe(features, labels, tested.features, 10)
-print(json.dumps([(guess == tested.labels).double().mean().item()]))
+print(json.dumps([knn_accuracy(extract(learner.model, train, known), extract(learner.model, test), 10)]))
 """
 
 STREAM = """
@@ -427,7 +423,7 @@ def overhead(width: int = 16) -> None:
 
 def predicting(width: int = 16, segment: int = 128) -> None:
     """What `run --predict` adds to a step: every image of a segment classified, on one thread."""
-    from streamclr.classifier import Head
+    from streamclr.classifier import Classifier, Head
     from streamclr.models.parity import one_thread
     from streamclr.models.versions import Score, Version
 
@@ -437,7 +433,7 @@ def predicting(width: int = 16, segment: int = 128) -> None:
         learner = Learner(encoder, policy, buffer_size=segment, device="cpu")
         new, nobody = images(segment, size), frozenset[str]()
         model, head = copy.deepcopy(learner.model), Head(learner.model.n_features, 10)
-        version = Version(model, head, tuple("abcdefghij"), 0, nobody, nobody, Score(0, 0, 0.0))
+        version = Version(Classifier(model, head, "abcdefghij", size), 0, nobody, nobody, Score(0, 0, 0.0))
         step = seconds(lambda: learner.learn_many(new))
         some, one = (seconds(lambda n=n: [version.probabilities(part) for part in new.split(n)]) for n in (64, 1))
         return some / step, one / step
@@ -507,12 +503,12 @@ def dashboard(width: int = 16, n_clients: int = 20, phase: float = 12.0, n_phase
 
 def shipped() -> None:
     """The exported files against PyTorch, one thread: CIFAR-10's test images, encoders that learned a little."""
-    from streamclr.classifier import train_head
+
+    from streamclr.classifier import Classifier, train_head
     from streamclr.encoders.inference import seeded
-    from streamclr.models.export import looked_again, make_onnx, open_onnx
+    from streamclr.models.formats.onnx_file import looked_again, make_onnx, open_onnx
     from streamclr.models.formats.quantise import Calibration
     from streamclr.models.parity import compare, race
-    from streamclr.models.shipped import Shipped
     from streamclr.runs.evaluation import extract
 
     test = cifar()
@@ -530,7 +526,8 @@ def shipped() -> None:
             learner.learn_many(segment)
         train = stream.train
         features, labels, _ = extract(learner.model, train, torch.arange(0, len(train), len(train) // n_labels))
-        module = Shipped(learner.model, train_head(features, labels, 10, quiet=True), 32)
+        head = train_head(features, labels, 10, quiet=True)
+        module = Classifier(learner.model, head, test.classes, 32)
         buffer = learner.buffer.images
         about = {"format_version": 1, "classes": list(test.classes), "size": 32}
         files = {
@@ -577,7 +574,7 @@ def shipped() -> None:
 
 
 def executorch(module, buffer: torch.Tensor, unseen: torch.Tensor) -> None:
-    from streamclr.models.export import make_executorch, open_executorch
+    from streamclr.models.formats.executorch import make_executorch, open_executorch
     from streamclr.models.formats.quantise import Calibration
     from streamclr.models.parity import compare
 

@@ -22,7 +22,7 @@ settings.load_profile("repeatable")
 
 
 SYSTEM_FIXTURES = {  # they export a model, or start other processes of torch, Ray or a server
-    "shipped_run", "onnx_file", "torch_file", "serve", "found", "left_alone", "ray_here",
+    "exported_run", "onnx_file", "torch_file", "serve", "found", "left_alone", "ray_here",
 }  # fmt: skip
 
 
@@ -74,13 +74,13 @@ def serve():
 
 
 @pytest.fixture(scope="session")
-def shipped_run(tmp_path_factory):
+def exported_run(tmp_path_factory):
     """A run directory, and its classifier as ONNX and as a program of torch: 32 px, classes a to e."""
     pytest.importorskip("onnxscript")
     from streamclr.models.export import export
 
     torch.set_num_threads(1)
-    directory = made_run(tmp_path_factory.mktemp("shipped") / "run")
+    directory = made_run(tmp_path_factory.mktemp("exported") / "run")
     return directory.path, export(directory)[0], export(directory, "torch")[0]
 
 

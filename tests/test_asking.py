@@ -17,6 +17,7 @@ from streamclr.labelling import session as asking_module
 from streamclr.labelling.candidates import read_candidates
 from streamclr.labelling.session import N_AHEAD, N_ALIKE, Asking, Worker, wilson
 from streamclr.labelling.store import Labels
+from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Pace
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.records.options import RunOptions
@@ -53,7 +54,7 @@ def answer_all(one, n=None, class_of=lambda question: question.rank % 3 + 1):
 @pytest.fixture
 def working(monkeypatch):
     """Workers that look again at once, and end with the test."""
-    monkeypatch.setattr(asking_module, "LOOK_AGAIN", 0.02)
+    monkeypatch.setattr(asking_module, "LOOK_EVERY_SECONDS", 0.02)
     workers = []
     yield lambda one: workers.append(Worker(one)) or workers[-1]
     for worker in workers:
@@ -305,7 +306,7 @@ def test_taken_back_to_one_class_there_is_no_classifier(asking):
     assert asking.train() is None
     asking.labels.answer("answer-2", "label", keys_of[1], 2)
     assert asking.train().classes == [1, 2]
-    assert asking.directory.load_classifier()[1] == ["red", "green"]
+    assert asking.heads.load_head()[1] == ["red", "green"]
     asking.labels.undo("undo-1")
     assert asking.train() is None
     state = asking.state()
@@ -313,7 +314,7 @@ def test_taken_back_to_one_class_there_is_no_classifier(asking):
     assert not state["accuracy"]["training"]
     assert all(task["guess"] is None for task in state["next"])
     with pytest.raises(UserError, match="has no classifier"):
-        asking.directory.load_classifier()
+        asking.heads.load_head()
     asking.labels.undo("undo-2")
     assert asking.train() is None
     assert asking.state()["last"] is None
@@ -322,7 +323,7 @@ def test_taken_back_to_one_class_there_is_no_classifier(asking):
 def test_a_class_without_labels_is_none_of_the_classifiers(asking):
     answer_all(asking, 12, class_of=lambda question: 1 if question.arrival % 2 else 3)
     assert asking.train().classes == [1, 3]
-    head, names = asking.directory.load_classifier()
+    head, names = asking.heads.load_head()
     assert names == ["red", "blue"]
     assert head.linear.out_features == 2
     assert {task["guess"]["class"] for task in asking.state()["next"]} <= {1, 3}
@@ -338,8 +339,8 @@ def test_a_renamed_class_has_its_new_name_in_the_saved_classifier(asking, workin
     until(lambda: not asking.is_behind())
     asking.labels.rename_class(2, "grün")
     worker.wake()
-    until(lambda: "grün" in asking.directory.load_classifier()[1])
-    assert asking.directory.load_classifier()[1] == ["red", "grün", "blue"]
+    until(lambda: "grün" in asking.heads.load_head()[1])
+    assert asking.heads.load_head()[1] == ["red", "grün", "blue"]
 
 
 def test_unsure_and_skipped_images_are_not_learned_from(asking):
@@ -452,10 +453,10 @@ def test_the_worker_takes_the_last_encoder_when_the_run_is_finished(tmp_path, wo
     answer_all(one, 9)
     until(lambda: (path / "labelled.safetensors").exists())
     with pytest.raises(UserError, match=r"is for the encoder of step 1, .*: streamclr label train"):
-        directory.load_classifier()
+        Heads(directory).load_head()
     finish(path)
     until(lambda: one.model_of == FINISHED and not one.is_behind())
-    head, names = directory.load_classifier()
+    head, names = Heads(directory).load_head()
     assert names == ["red", "green", "blue"]
     assert torch.equal(head(one.features).softmax(1), one.trained.probabilities)
     assert len(one.questions) == 30
@@ -481,7 +482,7 @@ def test_who_opens_the_page_again_has_the_newest_encoder_and_keeps_the_questions
     worker.look_anew()
     until(lambda: one.model_of == "the encoder of step 3" and not one.is_behind())
     assert keys(one) == second
-    assert one.directory.load_classifier(encoder="the encoder of step 3")
+    assert one.heads.load_head(encoder="the encoder of step 3")
 
 
 def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_path, monkeypatch):
@@ -502,28 +503,28 @@ def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_pa
             one.prepare()
     one.train()
     with pytest.raises(UserError, match="is for the encoder of step 1"):
-        one.directory.load_classifier()
+        one.heads.load_head()
     one.prepare()
     one.train()
-    assert one.directory.load_classifier()[1] == ["red", "green", "blue"]
+    assert one.heads.load_head()[1] == ["red", "green", "blue"]
 
 
 def test_the_worker_outlives_a_full_disk(asking, working, monkeypatch):
-    full, real = [True], RunDirectory.save_labelled
+    full, real = [True], Heads.save_labelled
 
     def save(self, *args):
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, *args)
 
-    monkeypatch.setattr(RunDirectory, "save_labelled", save)
+    monkeypatch.setattr(Heads, "save_labelled", save)
     answer_all(asking, 6)
     working(asking)
     until(lambda: "No space left" in asking.state()["message"])
     full[0] = False
     until(lambda: not asking.is_behind())
     assert asking.state()["message"] == ""
-    assert asking.directory.load_classifier()
+    assert asking.heads.load_head()
 
 
 def test_the_worker_outlives_a_database_that_others_hold(asking, working, monkeypatch):

@@ -15,12 +15,12 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs import challenger as module
 from streamclr.runs.challenger import (
-    LEAST_LABELS,
+    MIN_LABELS,
     NEVER_LABELS,
     NO_LABELS,
     Answers,
     Challenger,
-    Known,
+    DatasetLabels,
     hold_back,
     is_not_worse,
     labels_at_hand,
@@ -108,8 +108,8 @@ def test_about_a_fifth_of_each_class_is_held_back(n):
 
 
 def test_with_few_labels_none_is_held_back():
-    assert not hold_back(classes_of(LEAST_LABELS - 1), None)
-    assert hold_back(classes_of(LEAST_LABELS), None)
+    assert not hold_back(classes_of(MIN_LABELS - 1), None)
+    assert hold_back(classes_of(MIN_LABELS), None)
     assert not hold_back(classes_of(12, names=[str(i) for i in range(6)]), None)  # two of each class: both are needed
 
 
@@ -154,16 +154,16 @@ def test_not_worse_is_right_as_often_and_if_just_as_often_as_sure():
 
 
 def test_labels_of_another_process_become_a_head(path, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(module, "LOOK_EVERY_SECONDS", 0.02)
     with challenging(path) as one:
         give(one, 1, weights(path))
         assert one.told == [NO_LABELS]
-        assert one.served.current is None
+        assert one.versions.current is None
         answer(path, 40)
         until(lambda: one.wants)
         give(one, 2, weights(path))
-        version = one.served.current
-        assert (version.number, version.step, version.classes) == (1, 2, tuple(sorted(NAMES)))
+        version = one.versions.current
+        assert (version.number, version.step, version.classes) == (1, 2, sorted(NAMES))
         assert len(version.trained_on) + len(version.held_back) == 40
         assert len(version.held_back) == version.score.n in (7, 8, 9)
         assert version.score.right >= 6  # colours are easy
@@ -189,12 +189,12 @@ def test_a_head_made_worse_on_purpose_is_not_taken(path, monkeypatch):
     answer(path, 50)
     with challenging(path) as one:
         give(one, 1, weights(path))
-        good = one.served.current
+        good = one.versions.current
         assert good.number == 1
         with monkeypatch.context() as patch:
             patch.setattr(module, "train_head", shuffled_head)
             give(one, 2, weights(path))
-        assert one.served.current is good
+        assert one.versions.current is good
         assert one.told[-1].startswith("a new head of step 2 is refused: ")
         assert f"version 1 has {good.score.right} of {good.score.n}" in one.told[-1]
         assert (one.n_taken, one.n_refused) == (1, 1)
@@ -205,12 +205,12 @@ def test_an_encoder_made_worse_on_purpose_is_not_taken(path):
     answer(path, 50)
     with challenging(path) as one:
         give(one, 1, weights(path))
-        good = one.served.current
+        good = one.versions.current
         give(one, 2, blinded(path))
-        assert one.served.current is good
+        assert one.versions.current is good
         assert "refused" in one.told[-1]
         give(one, 3, weights(path))  # the same again is not worse
-        assert one.served.current.number == 2
+        assert one.versions.current.number == 2
         assert one.told[-1].endswith(f"; version 1 has {good.score} of them right")
 
 
@@ -218,11 +218,11 @@ def test_a_better_one_replaces_a_bad_one(path):
     answer(path, 50)
     with challenging(path) as one:
         give(one, 1, blinded(path))
-        bad = one.served.current
+        bad = one.versions.current
         give(one, 2, weights(path))
-        assert one.served.current.number == 2
-        assert one.served.current.score.right > bad.score.right
-        assert one.served.current.held_back == bad.held_back  # measured with the same
+        assert one.versions.current.number == 2
+        assert one.versions.current.score.right > bad.score.right
+        assert one.versions.current.held_back == bad.held_back  # measured with the same
 
 
 def test_what_is_held_back_is_never_trained_on(path, monkeypatch):
@@ -231,7 +231,7 @@ def test_what_is_held_back_is_never_trained_on(path, monkeypatch):
         for step, n in ((1, 0), (2, 10), (3, 20)):
             answer(path, n, first=30)
             give(one, step, weights(path, seed=step))
-            version = one.served.current
+            version = one.versions.current
             assert not version.trained_on & version.held_back
 
 
@@ -239,15 +239,15 @@ def test_the_first_head_of_a_few_labels_is_taken_and_then_one_that_knows_more(pa
     answer(path, 6)
     with challenging(path) as one:
         give(one, 1, weights(path))
-        assert one.served.current.number == 1
+        assert one.versions.current.number == 1
         assert "no label was held back to measure it" in one.told[-1]
         give(one, 2, weights(path))
-        assert one.served.current.number == 1
+        assert one.versions.current.number == 1
         assert "no label to measure it with, and it knows no more" in one.told[-1]
         answer(path, 2, first=6)
         give(one, 3, weights(path))
-        assert one.served.current.number == 2
-        assert len(one.served.current.trained_on) == 8
+        assert one.versions.current.number == 2
+        assert len(one.versions.current.trained_on) == 8
 
 
 def test_one_class_is_no_head_yet(path):
@@ -256,7 +256,7 @@ def test_one_class_is_no_head_yet(path):
     labels.close()
     with challenging(path) as one:
         give(one, 1, weights(path))
-        assert one.served.current is None
+        assert one.versions.current is None
         assert one.told == [NO_LABELS]
 
 
@@ -275,13 +275,13 @@ def test_after_a_rollback_the_same_is_not_taken_again(path):
     with challenging(path) as one:
         give(one, 1, weights(path))
         give(one, 2, weights(path))
-        assert one.served.current.number == 2
+        assert one.versions.current.number == 2
         Versions(RunDirectory(path)).rollback()
-        one.served.look()
+        one.versions.look()
         give(one, 2, weights(path))  # the same encoder and labels
-        assert one.served.current.number == 1
+        assert one.versions.current.number == 1
         give(one, 3, weights(path))  # another is compared with the one that is served now
-        assert one.served.current.number == 3
+        assert one.versions.current.number == 3
         assert "; version 1 has" in one.told[-1]
 
 
@@ -302,7 +302,7 @@ def test_a_rollback_in_the_middle_of_a_challenge_is_not_run_over(path, monkeypat
 
         monkeypatch.setattr(Challenger, "_score_of", score_of)
         give(one, 3, weights(path))
-        assert one.served.current.number == 3
+        assert one.versions.current.number == 3
         assert "; version 1 has" in one.told[-1]
         assert not (path / "served" / f"{2:010}").exists()
 
@@ -319,9 +319,9 @@ def test_a_full_disk_costs_a_head_and_not_the_run(path, monkeypatch):
             give(one, 1, weights(path))
             give(one, 2, weights(path))
         assert sum("No space left on device" in event for event in one.told) == 1
-        assert one.served.current is None
+        assert one.versions.current is None
         give(one, 3, weights(path))
-        assert one.served.current.number == 1
+        assert one.versions.current.number == 1
 
 
 def test_a_disk_that_cannot_be_read_does_not_hold_up_the_end(path, monkeypatch):
@@ -331,7 +331,7 @@ def test_a_disk_that_cannot_be_read_does_not_hold_up_the_end(path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     with challenging(path) as one:
-        monkeypatch.setattr(one.served, "look", unreadable)
+        monkeypatch.setattr(one.versions, "look", unreadable)
         give(one, 1, weights(path))  # and waits until it is busy no more
         assert sum("Input/output error" in event for event in one.told) == 1
 
@@ -342,7 +342,7 @@ def test_numbers_that_break_are_refused(path):
     tensors["encoder.bn1.running_var"].fill_(float("nan"))
     with challenging(path) as one:
         give(one, 1, tensors)
-        assert one.served.current is None
+        assert one.versions.current is None
         assert "refused: its probabilities are no numbers" in one.told[-1]
 
 
@@ -365,19 +365,19 @@ def test_a_class_that_is_new_counts_against_the_version_that_does_not_know_it(pa
             labels.answer(f"a-{question.key}", "label", [question.key], question.arrival % COLOURS + 1)
     with challenging(path) as one:
         give(one, 1, weights(path))
-        assert one.served.current.classes == ("green", "red")
+        assert one.versions.current.classes == ["green", "red"]
         for question in questions:
             if question.arrival % COLOURS == 2:
                 labels.answer(f"a-{question.key}", "label", [question.key], 3)
         give(one, 2, weights(path))
-        assert one.served.current.classes == ("blue", "green", "red")
+        assert one.versions.current.classes == ["blue", "green", "red"]
     labels.close()
 
 
 def test_the_end_does_not_wait_for_a_long_challenge(path, monkeypatch):
     n_read, began = [0], threading.Event()
 
-    class Slow(Known):
+    class Slow(DatasetLabels):
         def _images(self, keys):
             n_read[0] += 1
             began.set()
@@ -385,12 +385,12 @@ def test_the_end_does_not_wait_for_a_long_challenge(path, monkeypatch):
             return super()._images(keys)
 
     images = ArrayImages(colours(90).repeat(20, 1, 1, 1).numpy(), np.arange(1800) % COLOURS, NAMES)
-    monkeypatch.setattr(module, "AT_ONCE", 8)
+    monkeypatch.setattr(module, "BATCH_SIZE", 8)
     with challenging(path, Slow(images, torch.arange(1800))) as one:
         one.give(1, weights(path))
         assert began.wait(60)
     assert n_read[0] == 1  # of 225
-    assert one.served.current is None
+    assert one.versions.current is None
 
 
 def test_it_is_busy_also_at_the_moment_when_it_takes_what_was_offered():
@@ -409,16 +409,16 @@ def test_it_is_busy_also_at_the_moment_when_it_takes_what_was_offered():
 
 def test_the_labels_of_a_dataset(path):
     images = ArrayImages(colours(90).numpy(), np.arange(90) % COLOURS, NAMES)
-    with challenging(path, Known(images, torch.arange(60))) as one:
+    with challenging(path, DatasetLabels(images, torch.arange(60))) as one:
         give(one, 1, weights(path))
-        assert (len(one.served.current.trained_on), one.served.current.score.n) == (48, 12)
-        assert one.served.current.score.right > 8
+        assert (len(one.versions.current.trained_on), one.versions.current.score.n) == (48, 12)
+        assert one.versions.current.score.right > 8
 
 
 def test_which_labels_are_at_hand(path, monkeypatch):
     synthetic = open_stream("synthetic:?size=16")
     assert isinstance(labels_at_hand(RunOptions(label_budget="30"), path, synthetic), Answers)
-    monkeypatch.setattr(module, "MOST_LABELS", 300)
+    monkeypatch.setattr(module, "MAX_LABELS", 300)
     known = labels_at_hand(RunOptions(fractions="0.01,0.1"), path, synthetic)
     classes = known.read().classes
     assert len(classes) == 300  # of 500

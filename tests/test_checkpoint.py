@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from streamclr import UserError, resnet18
 from streamclr.base.files import json_line, write_json
-from streamclr.base.tensors import load_checked, load_tensors, load_weights, save_tensors
+from streamclr.base.tensors import DTYPES, load_checked, load_metadata, load_tensors, load_weights, save_tensors
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.weights import load_encoder
 from streamclr.records.checkpoints import Checkpoints, Pace
@@ -27,6 +28,48 @@ def test_tensors_round_trip(tmp_path):
     save_tensors(tmp_path / "t.safetensors", tensors)
     read = load_tensors(tmp_path / "t.safetensors")
     assert all(torch.equal(read[key], tensors[key]) for key in tensors)
+
+
+def test_tensors_are_on_the_disk_before_their_name_is(tmp_path, monkeypatch):
+    """After a power cut the file is the old one or the new one: never a name whose content was not written yet."""
+    calls, (fsync, replace) = [], (os.fsync, os.replace)
+
+    def record_fsync(file):
+        calls.append(f"fsync {'directory' if os.path.isdir(f'/proc/self/fd/{file}') else 'file'}")
+        fsync(file)
+
+    def record_replace(old, new):
+        calls.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    save_tensors(tmp_path / "t.safetensors", {"a": torch.rand(3)}, about="x")
+    assert calls == ["fsync file", "rename", "fsync directory"]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
+    assert (tmp_path / "t.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_tensors_of_every_type_are_what_the_library_writes(tmp_path):
+    tensors = {str(i): torch.arange(5).to(dtype) for i, dtype in enumerate(DTYPES)} | {"none": torch.zeros(0, 3)}
+    save_tensors(tmp_path / "ours", tensors, about="text ✓")
+    with safe_open(tmp_path / "ours", "pt") as content:
+        assert content.metadata() == {"about": "text ✓"}
+        assert {name: content.get_tensor(name).tolist() for name in content.keys()} == {  # noqa: SIM118
+            name: tensor.tolist() for name, tensor in tensors.items()
+        }
+    save_tensors(tmp_path / "bare", {})
+    assert load_tensors(tmp_path / "bare") == load_metadata(tmp_path / "bare") == {}
+
+
+def test_tensors_on_a_full_disk_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(UserError, match=r"cannot write .*t\.safetensors \(No space left on device\)"):
+        save_tensors(tmp_path / "t.safetensors", {"a": torch.rand(3)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_public_weights_load_with_and_without_their_classifier(tmp_path):

@@ -69,6 +69,69 @@ def test_bad_fractions(labels, fraction, told):
         draw_labelled(torch.tensor(labels), fraction, ("ant", "bee"))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_of_any_integer_type(dtype):
+    features, labels = blobs(30)
+    assert torch.equal(
+        train_head(features, labels.to(dtype), 3, epochs=2).linear.weight,
+        train_head(features, labels, 3, epochs=2).linear.weight,
+    )
+    assert torch.equal(
+        linear_probe(features, labels.to(dtype), 3)(features), linear_probe(features, labels, 3)(features)
+    )
+    assert torch.equal(knn_probe(features, labels.to(dtype), features, 3), knn_probe(features, labels, features, 3))
+    assert torch.equal(draw_labelled(labels.to(dtype), 0.5, NAMES), draw_labelled(labels, 0.5, NAMES))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda labels: labels.index_fill(0, torch.tensor([4]), -1), r"labels are -1 to 2: use 0 to 2, .* 3 classes"),
+        (lambda labels: labels + 1, r"labels are 1 to 3: use 0 to 2, .* 3 classes"),
+        (lambda labels: labels.float(), r"labels are torch\.float32: use whole numbers"),
+        (lambda labels: labels[None], r"the shape of the labels is \(1, 30\): use one number for each image"),
+        (lambda labels: labels[:0], r"the shape of the labels is \(0,\): use one number for each image"),
+    ],
+)
+def test_wrong_labels_are_one_line(wrong, told, model):
+    features, labels = blobs(30)
+    for function in (
+        lambda: train_head(features, wrong(labels), 3),
+        lambda: linear_probe(features, wrong(labels), 3),
+        lambda: knn_probe(features, wrong(labels), features, 3),
+        lambda: draw_labelled(wrong(labels).numpy(), 0.5, NAMES),
+        lambda: draw_labelled(wrong(labels).numpy(), 1, NAMES),
+    ):
+        with pytest.raises(UserError, match=told) as error:
+            function()
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="30 labels for 29 images"):
+        train_head(features[1:], labels, 3)
+
+
+def test_wrong_labels_in_an_evaluation(model):
+    train, test = coloured(30), coloured(30)
+    test.labels = np.where(test.labels == 2, -1, test.labels)
+    with pytest.raises(UserError, match="labels are -1 to 1: use 0 to 2"):
+        evaluate(model, train, test, (1.0,))
+    train.labels, test.labels = train.labels.astype(np.int32), coloured(30).labels.astype(np.int32)
+    assert evaluate(model, train, test, (1.0,))[0]["n_test"] == 30
+
+
+def test_images_that_are_not_bytes_are_refused(model):
+    """Float images count as scaled to 0…1 already, so 0…255 would be read 255 times too bright."""
+    whole = coloured(6)
+    bright = ArrayImages(whole.images(np.arange(6)).astype(np.float32), whole.labels, NAMES)
+    for function in (
+        lambda: extract(model, bright),
+        lambda: evaluate(model, bright, whole, (1.0,)),
+        lambda: evaluate(model, whole, bright, (1.0,)),
+        lambda: train_supervised(lambda: resnet18(width=1), bright, torch.arange(6), epochs=1),
+    ):
+        with pytest.raises(UserError, match=r"float32: give torch\.uint8 images with values from 0 to 255"):
+            function()
+
+
 def test_the_encoder_is_frozen_in_stage_two(model):
     """No weight, no BatchNorm statistic, no gradient and no mode moves, in train mode to begin with."""
     model.train()

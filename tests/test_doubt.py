@@ -5,16 +5,15 @@ import pytest
 import torch
 
 from streamclr import resnet18
-from streamclr.classifier import Head
+from streamclr.classifier import Classifier, Head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.models.shipped import Shipped
 from support.images import random_images
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-from streamclr.models.export import OUTPUTS, looked_again, make_onnx, run_by  # noqa: E402
+from streamclr.models.formats.onnx_file import OUTPUTS, looked_again, make_onnx, run_by  # noqa: E402
 from streamclr.models.formats.quantise import Calibration  # noqa: E402
 from streamclr.models.formats.reader import session_of  # noqa: E402
 from streamclr.models.formats.second_look import MOST_CHANGED, least_margin, look_again, margin, telling  # noqa: E402
@@ -35,9 +34,9 @@ def files(request):
     head = Head(model.n_features, 5)
     head.fit_scale(infer(model, random_images(64, 24), model.features))
     torch.nn.init.normal_(head.linear.weight, std=0.3)
-    shipped = Shipped(model, head, 24)
+    classifier = Classifier(model, head, "abcde", 24)
     calibration = Calibration.of(random_images(32, 24), pure=True)
-    return make_onnx(shipped, {}, None), make_onnx(shipped, {}, calibration)
+    return make_onnx(classifier, {}, None), make_onnx(classifier, {}, calibration)
 
 
 def opened(file, outputs=OUTPUTS):

@@ -17,17 +17,20 @@ from PIL import Image
 from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.encoders.inference import infer
+from streamclr.encoders.preprocessing import resampling, scaled
 from streamclr.models import export as export_module
-from streamclr.models.export import FORMATS, describe, export, make_onnx, make_torch
+from streamclr.models.export import FORMATS, describe, export
+from streamclr.models.formats.onnx_file import make_onnx
 from streamclr.models.formats.quantise import Calibration
+from streamclr.models.formats.torch_program import make_torch
+from streamclr.models.heads import Heads
 from streamclr.models.parity import Parity, compare
-from streamclr.models.shipped import resampling, scaled
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.streams import frame
 from support.images import random_images
-from support.runs import made_run, shipped_of
+from support.runs import classifier_of, made_run
 
 onnx = pytest.importorskip("onnx")
 
@@ -62,7 +65,7 @@ def torch_file(finished):
 
 
 def exact(directory, images):
-    model, head = directory.load_model(), directory.load_classifier()[0]
+    model, head = directory.load_model(), Heads(directory).load_head()[0]
     features = infer(model, images, model.features)
     return head(features).softmax(1), features
 
@@ -110,13 +113,13 @@ def test_nothing_is_scaled_that_fits():
     assert not fine.any()
 
 
-def test_shipped_is_exactly_the_model(finished):
+def test_the_classifier_is_exactly_the_model(finished):
     images = random_images(64, SIZE)
-    shipped = shipped_of(finished)
-    model, head = shipped.model, shipped.head
+    classifier = classifier_of(finished)
+    model, head = classifier.model, classifier.head
     features = model.features(images / 255)
-    assert torch.equal(shipped(images)[1], features)
-    assert torch.equal(shipped(images)[0], head(features).softmax(1))
+    assert torch.equal(classifier(images)[1], features)
+    assert torch.equal(classifier(images)[0], head(features).softmax(1))
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torch"])
@@ -147,7 +150,7 @@ def test_every_encoder(options, tmp_path):
     assert parity.problem is None
     assert parity.n_images == 48
     images = random_images(33, 50)
-    torch.testing.assert_close(opened(file)(images)[0], shipped_of(directory)(images)[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(opened(file)(images)[0], classifier_of(directory)(images)[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.system
@@ -187,7 +190,7 @@ def test_int8_looks_again_where_it_is_in_doubt(tmp_path):
     assert json.loads(file.with_name("run-int8.onnx.json").read_text())["looked_again"] == parity.looked_again
     onnx.checker.check_model(onnx.load(file), full_check=True)
     calibration = Calibration.of(directory.load_buffer()["images"], pure=False)
-    assert make_onnx(shipped_of(directory), json.loads(about_of(file)), calibration) == file.read_bytes()
+    assert make_onnx(classifier_of(directory), json.loads(about_of(file)), calibration) == file.read_bytes()
 
 
 @pytest.mark.system
@@ -238,7 +241,7 @@ def test_the_same_run_gives_the_same_bytes(finished, onnx_file, torch_file, tmp_
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) < 20
     assert done.stdout.endswith(f"classifier: {again}\n")
-    assert make_torch(shipped_of(finished), json.loads(about_of(onnx_file[0])), None) == torch_file[0].read_bytes()
+    assert make_torch(classifier_of(finished), json.loads(about_of(onnx_file[0])), None) == torch_file[0].read_bytes()
 
 
 def test_nothing_of_the_machine(finished, onnx_file, torch_file):
@@ -317,7 +320,7 @@ raise SystemExit(main(["export", {str(finished.path)!r}, "--out", {str(out)!r}])
 def test_a_run_that_is_not_finished(tmp_path, capsys):
     """The encoder of its last checkpoint, with the classifier from a person's answers for just that encoder."""
     directory = made_run(tmp_path / "run")
-    model, head = directory.load_model(), directory.load_classifier()[0]
+    model, head = directory.load_model(), Heads(directory).load_head()[0]
     buffer = {"images": random_images(16, 32), "n_seen": 320}
     learner = {"model": model.state_dict(), "buffer": buffer, "n_steps": 7}
     directory.checkpoints.save(7, {"learner": learner})
@@ -325,9 +328,9 @@ def test_a_run_that_is_not_finished(tmp_path, capsys):
         (directory.path / name).unlink()
     out = tmp_path / "a.pt2"
     assert "has no classifier" in complaint(capsys, directory.path, "--format", "torch", "--out", out)
-    directory.save_labelled(head, list("abcde"), "the encoder of step 6", 5, None)
+    Heads(directory).save_labelled(head, list("abcde"), "the encoder of step 6", 5, None)
     assert "is for the encoder of step 6" in complaint(capsys, directory.path, "--format", "torch", "--out", out)
-    directory.save_labelled(head, list("abcde"), "the encoder of step 7", 5, None)
+    Heads(directory).save_labelled(head, list("abcde"), "the encoder of step 7", 5, None)
     file, parity = export(directory, "torch", out=out)
     assert (parity.problem, parity.n_images) == (None, 16)
     about = json.loads(file.with_name("a.pt2.json").read_text())["metadata"]
@@ -337,14 +340,14 @@ def test_a_run_that_is_not_finished(tmp_path, capsys):
 @pytest.mark.system
 def test_the_accuracy_of_a_persons_labels(tmp_path):
     directory = made_run(tmp_path / "run")
-    head, _ = directory.load_classifier()
+    head, _ = Heads(directory).load_head()
 
     def about(fraction=None):
-        return describe(directory, fraction, [], "", 0, None, False)["accuracy"]
+        return describe(directory, Heads(directory).find(fraction), "", 0, None, False)["accuracy"]
 
-    directory.save_labelled(head, list("vwxyz"), "the finished encoder", 4, None)
+    Heads(directory).save_labelled(head, list("vwxyz"), "the finished encoder", 4, None)
     assert about() is None  # too few to hold some back
-    directory.save_labelled(head, list("vwxyz"), "the finished encoder", 30, 0.5)
+    Heads(directory).save_labelled(head, list("vwxyz"), "the finished encoder", 30, 0.5)
     assert about() == {"value": 0.5, "measured": "cross-validation of 30 labels that a person gave"}
     assert about(1.0) is None  # that of the source's labels was not measured
     file, _ = export(directory, "torch")
@@ -367,7 +370,7 @@ def test_a_damaged_run(tmp_path, capsys):
 @pytest.mark.system
 def test_what_does_not_match_is_said(finished, tmp_path, capsys, monkeypatch):
     """Of a run whose source is gone, too."""
-    monkeypatch.setattr("streamclr.models.parity.LARGEST_DIFFERENCE", -1.0)
+    monkeypatch.setattr("streamclr.models.parity.MAX_DIFFERENCE", -1.0)
     images, out = finished.path.parent / "images", tmp_path / "a.pt2"
     images.rename(images.with_name("elsewhere"))
     try:
@@ -392,13 +395,13 @@ def test_problems():
 
 
 def test_compare_sees_other_answers(finished):
-    shipped, images = shipped_of(finished), random_images(8, SIZE)
+    classifier, images = classifier_of(finished), random_images(8, SIZE)
 
     def lies(images):
-        probabilities, features = shipped(images)
+        probabilities, features = classifier(images)
         return probabilities.roll(1, 1), features
 
-    parity = compare(shipped, lies, images, 1, int8=False)
+    parity = compare(classifier, lies, images, 1, int8=False)
     assert parity.equal_classes == 0
     assert parity.problem
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from streamclr import UserError
 from streamclr.models.formats.reader import SEAL, n_threads, open_exported, sealed
-from streamclr.models.predict import open_model
+from streamclr.models.predict import open_predictor
 from support.images import random_images
 
 onnx = pytest.importorskip("onnx")
@@ -35,11 +35,11 @@ def complaint(file):
 
 
 @pytest.fixture
-def changed(shipped_run, tmp_path):
+def changed(exported_run, tmp_path):
     """The ONNX file with something changed in it, and its checksum right again."""
 
     def change(function):
-        model = onnx.load(shipped_run[1])
+        model = onnx.load(exported_run[1])
         function(model)
         kept = [entry for entry in model.metadata_props if entry.key != "sha256"]
         del model.metadata_props[:]
@@ -62,8 +62,8 @@ def saying(**about):
 
 
 @pytest.mark.parametrize("size", [32, 24, 75])
-def test_a_run_and_its_files_give_the_same_answers(shipped_run, size):
-    models = [open_model(path) for path in shipped_run]
+def test_a_run_and_its_files_give_the_same_answers(exported_run, size):
+    models = [open_predictor(path) for path in exported_run]
     expected, *others = (model.classify(images(33, size)) for model in models)
     assert expected.shape == (33, 5)
     assert np.abs(expected.sum(1) - 1).max() < 1e-5
@@ -73,14 +73,14 @@ def test_a_run_and_its_files_give_the_same_answers(shipped_run, size):
     assert {(tuple(model.classes), model.size) for model in models} == {(tuple("abcde"), 32)}
 
 
-def test_the_seal_is_an_entry_of_the_metadata(shipped_run):
-    whole = shipped_run[1].read_bytes()
-    about = {entry.key: entry.value for entry in onnx.load(shipped_run[1]).metadata_props}
+def test_the_seal_is_an_entry_of_the_metadata(exported_run):
+    whole = exported_run[1].read_bytes()
+    about = {entry.key: entry.value for entry in onnx.load(exported_run[1]).metadata_props}
     assert about["sha256"] == hashlib.sha256(whole[: -len(SEAL) - 64]).hexdigest()
-    onnx.checker.check_model(onnx.load(shipped_run[1]), full_check=True)
+    onnx.checker.check_model(onnx.load(exported_run[1]), full_check=True)
 
 
-def test_what_is_no_exported_file(tmp_path, shipped_run):
+def test_what_is_no_exported_file(tmp_path, exported_run):
     picture, text = tmp_path / "a.onnx", tmp_path / "b.pt2"
     Image.new("RGB", (9, 9)).save(picture, "PNG")
     text.write_text("nothing of the kind")
@@ -91,7 +91,7 @@ def test_what_is_no_exported_file(tmp_path, shipped_run):
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("a/b", "c")
     assert "is no whole program of torch.export" in complaint(tmp_path / "other.zip")
-    foreign = onnx.load(shipped_run[1])
+    foreign = onnx.load(exported_run[1])
     del foreign.metadata_props[:]
     onnx.save(foreign, tmp_path / "foreign.onnx")
     assert "does not say that it is a classifier of streamclr" in complaint(tmp_path / "foreign.onnx")
@@ -166,13 +166,13 @@ def test_graphs_that_are_none_of_ours(changed):
     assert "onnxruntime cannot open" in complaint(changed(unknown))
 
 
-def test_damage_anywhere_is_found_before_anything_is_made_of_it(shipped_run, tmp_path, monkeypatch):
+def test_damage_anywhere_is_found_before_anything_is_made_of_it(exported_run, tmp_path, monkeypatch):
     """Every file that is cut off, and bytes changed in a thousand places, of the weights too."""
     import onnxruntime
 
     opened = []
     monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *a, **k: opened.append(1))
-    whole, rng, file = shipped_run[1].read_bytes(), random.Random(0), tmp_path / "damaged.onnx"
+    whole, rng, file = exported_run[1].read_bytes(), random.Random(0), tmp_path / "damaged.onnx"
     for _ in range(1000):
         content = bytearray(whole)
         if rng.random() < 0.2:
@@ -218,9 +218,9 @@ for seed in range(int(sys.argv[3])):
 
 
 @pytest.mark.parametrize("n", [40, pytest.param(1000, marks=pytest.mark.long)])
-def test_a_damaged_graph_with_a_right_checksum_ends_no_process(n, shipped_run, tmp_path):
+def test_a_damaged_graph_with_a_right_checksum_ends_no_process(n, exported_run, tmp_path):
     """What somebody makes on purpose: onnxruntime answers or refuses, in a process of its own that comes to its end."""
-    command = [sys.executable, "-c", REOPEN, str(shipped_run[1]), str(tmp_path / "x.onnx"), str(n)]
+    command = [sys.executable, "-c", REOPEN, str(exported_run[1]), str(tmp_path / "x.onnx"), str(n)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     told = done.stdout.split()
@@ -234,12 +234,12 @@ def test_a_damaged_graph_with_a_right_checksum_ends_no_process(n, shipped_run, t
 
 
 @pytest.fixture
-def repacked(shipped_run, tmp_path):
+def repacked(exported_run, tmp_path):
     """The program with some of its members changed."""
 
     def change(**members):
         file = tmp_path / "changed.pt2"
-        with zipfile.ZipFile(shipped_run[2]) as old, zipfile.ZipFile(file, "w") as new:
+        with zipfile.ZipFile(exported_run[2]) as old, zipfile.ZipFile(file, "w") as new:
             for name in old.namelist():
                 content = old.read(name)
                 for ending, function in members.items():
@@ -318,17 +318,17 @@ def test_programs_that_cannot_be_used(repacked, ending, function, told):
     assert str(file) in str(error.value)
 
 
-def test_a_compressed_program_is_refused(shipped_run, tmp_path):
-    with zipfile.ZipFile(shipped_run[2]) as old, zipfile.ZipFile(tmp_path / "a.pt2", "w", zipfile.ZIP_DEFLATED) as new:
+def test_a_compressed_program_is_refused(exported_run, tmp_path):
+    with zipfile.ZipFile(exported_run[2]) as old, zipfile.ZipFile(tmp_path / "a.pt2", "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
     assert "torch does not compress" in complaint(tmp_path / "a.pt2")
 
 
-def test_a_damaged_program(shipped_run, tmp_path):
+def test_a_damaged_program(exported_run, tmp_path):
     """Where a byte is in nothing that is read (names of members, padding) the answers are the same."""
-    whole, rng, file = shipped_run[2].read_bytes(), random.Random(0), tmp_path / "damaged.pt2"
-    expected, n_refused = open_exported(shipped_run[2]).classify(images(2)), 0
+    whole, rng, file = exported_run[2].read_bytes(), random.Random(0), tmp_path / "damaged.pt2"
+    expected, n_refused = open_exported(exported_run[2]).classify(images(2)), 0
     for number in range(60):
         content = bytearray(whole)
         if number < 20:

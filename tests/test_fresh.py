@@ -87,8 +87,8 @@ def walk(python, place, formats, **environment):
         assert json.loads((place / "run" / f"{formats[name]}.json").read_text())["matches"]
     lines = streamclr("predict", "run", "--source", "synthetic:", "--images", 4).splitlines()
     assert [json.loads(line)["image"] for line in lines] == [0, 1, 2, 3]
-    for shipped in formats.values():
-        again = streamclr("predict", f"run/{shipped}", "--source", "synthetic:", "--images", 4).splitlines()
+    for exported in formats.values():
+        again = streamclr("predict", f"run/{exported}", "--source", "synthetic:", "--images", 4).splitlines()
         assert [json.loads(line)["class"] for line in again] == [json.loads(line)["class"] for line in lines]
     told = call(python, "-c", LOAD, "run/run-pretrained", cwd=place, **environment)
     assert told == "the built-in stream 64 3 16\n"

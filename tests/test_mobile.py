@@ -12,7 +12,7 @@ from streamclr.models.export import export
 from streamclr.models.formats.executorch import LARGEST_SIDE, metadata, open_program
 from streamclr.models.parity import classify
 from support.images import random_images
-from support.runs import made_run, shipped_of
+from support.runs import classifier_of, made_run
 
 pytestmark = pytest.mark.system
 
@@ -39,10 +39,10 @@ def test_it_says_what_pytorch_says(directory, program):
     assert file.name == "run.pte"
     assert parity.problem is None
     assert parity.equal_classes == 1
-    run, shipped = open_program(file.read_bytes()), shipped_of(directory)
+    run, classifier = open_program(file.read_bytes()), classifier_of(directory)
     for height, width in [(32, 32), (31, 77), (100, 30), (7, 5), (1, 1), (481, 640), (1080, LARGEST_SIDE)]:
         images = random_images(2, LARGEST_SIDE)[..., :height, :width].contiguous()
-        for found, expected in zip(run(images), shipped(images), strict=True):
+        for found, expected in zip(run(images), classifier(images), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -54,7 +54,7 @@ def test_int8(directory, program, int8_program):
     assert (parity.problem is None) == (parity.equal_classes >= 0.99)
     assert parity.looked_again is None
     images = random_images(16, 32, seed=5)
-    exact = classify(shipped_of(directory), images)
+    exact = classify(classifier_of(directory), images)
     assert 1e-4 < (open_program(file.read_bytes())(images)[0] - exact).abs().max() < 0.2
 
 

@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import expect
 
 from streamclr.labelling.store import Labels
+from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.stream import open_stream
 from support.pages import ARTEFACTS, browser, finished_run
@@ -173,7 +174,7 @@ def test_fifty_labels_by_keyboard_through_a_reload_and_a_kill(page, serve, held_
     right = [truth[key] + 1 == answer.class_id for key, answer in labels.answers().items()]
     assert right == [True] * 50
     labels.close()
-    head, classes = RunDirectory(run).load_classifier()  # what `predict` uses from now on
+    head, classes = Heads(RunDirectory(run)).load_head()  # what `predict` uses from now on
     assert head.linear.out_features == len(classes) <= 10
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from streamclr import UserError
 from streamclr.cli.entry import main
-from streamclr.models.formats.reader import Model
+from streamclr.models.formats.reader import Predictor
 from streamclr.models.predict import Prediction, csv_writer, json_printer, of_source, table_printer
 from streamclr.streams.datasets import registry as data
 from streamclr.streams.datasets.images import ArrayImages, DatasetSource
@@ -94,11 +94,11 @@ def source_of(kind, pictures, tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "pattern", "dataset", "stdin", "watch", "video", "list"])
 def test_an_onnx_file_needs_no_torch_and_says_what_the_run_says(
-    kind, shipped_run, without_torch, pictures, tmp_path, monkeypatch
+    kind, exported_run, without_torch, pictures, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "cache"))
     source, more, given = source_of(kind, pictures, tmp_path)
-    run, file, _ = shipped_run
+    run, file, _ = exported_run
     expected = subprocess.run(
         [sys.executable, "-m", "streamclr", "predict", run, "--source", source, *more],
         capture_output=True,
@@ -112,24 +112,24 @@ def test_an_onnx_file_needs_no_torch_and_says_what_the_run_says(
 
 
 @pytest.fixture(scope="module")
-def mobile(shipped_run, tmp_path_factory):
+def mobile(exported_run, tmp_path_factory):
     """The classifier as a program of ExecuTorch, which takes long to make."""
     pytest.importorskip("executorch")
-    file = tmp_path_factory.mktemp("mobile") / "shipped"
-    assert main(["export", str(shipped_run[0]), "--format", "executorch", "--out", str(file)]) == 0
+    file = tmp_path_factory.mktemp("mobile") / "exported"
+    assert main(["export", str(exported_run[0]), "--format", "executorch", "--out", str(file)]) == 0
     return file
 
 
 @pytest.mark.parametrize("words", [["--int8"], "mobile", ["--format", "pretrained"]])
-def test_whatever_export_wrote(words, shipped_run, pictures, tmp_path, capsys, request):
+def test_whatever_export_wrote(words, exported_run, pictures, tmp_path, capsys, request):
     if words == "mobile":
         file = request.getfixturevalue("mobile")
     else:
-        file = tmp_path / "shipped"
-        assert main(["export", str(shipped_run[0]), *words, "--out", str(file)]) in (0, 1)
+        file = tmp_path / "exported"
+        assert main(["export", str(exported_run[0]), *words, "--out", str(file)]) in (0, 1)
     capsys.readouterr()
     told = []
-    for model in (shipped_run[0], file):
+    for model in (exported_run[0], file):
         assert main(["predict", str(model), "--source", f"folder:{pictures}"]) == 0
         told.append(lines(capsys.readouterr().out))
     if "--int8" in words:
@@ -138,7 +138,7 @@ def test_whatever_export_wrote(words, shipped_run, pictures, tmp_path, capsys, r
     else:
         same(*told)
     assert main(["predict", str(file), "--source", f"folder:{pictures}", "--fraction", "1"]) == 2
-    assert "shipped has one classifier" in capsys.readouterr().err
+    assert "exported has one classifier" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [lambda c: c[:-1], lambda c: c[: len(c) // 2], lambda c: c[:999] + b"~" + c[1000:]])
@@ -150,12 +150,12 @@ def test_a_damaged_program_of_executorch(damage, mobile, pictures, tmp_path, cap
     assert capsys.readouterr().err.startswith(f"streamclr: {file} is damaged, or no classifier of streamclr")
 
 
-def test_without_torch_what_needs_it_is_one_line(shipped_run, without_torch, pictures, tmp_path):
-    run, _, program = shipped_run
+def test_without_torch_what_needs_it_is_one_line(exported_run, without_torch, pictures, tmp_path):
+    run, _, program = exported_run
     for words in (
         ("predict", run, "--source", f"folder:{pictures}"),
         ("predict", program, "--source", f"folder:{pictures}"),
-        ("predict", shipped_run[1], "--source", "synthetic:"),
+        ("predict", exported_run[1], "--source", "synthetic:"),
         ("run",),
         ("run", "--help"),
     ):
@@ -168,7 +168,7 @@ def test_without_torch_what_needs_it_is_one_line(shipped_run, without_torch, pic
 
 
 @pytest.mark.long
-def test_a_device_with_onnxruntime_numpy_and_pillow_alone(shipped_run, pictures, tmp_path):
+def test_a_device_with_onnxruntime_numpy_and_pillow_alone(exported_run, pictures, tmp_path):
     """A new environment from PyPI, in which nothing of torch is installed."""
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
@@ -181,10 +181,10 @@ def test_a_device_with_onnxruntime_numpy_and_pillow_alone(shipped_run, pictures,
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     listed = subprocess.run([*pip[:1], "list"], capture_output=True, text=True, check=True).stdout
     assert not any(name in listed for name in ("torch", "safetensors", "rich"))
-    command = [tmp_path / "venv/bin/streamclr", "predict", shipped_run[1], "--source", f"folder:{pictures}"]
+    command = [tmp_path / "venv/bin/streamclr", "predict", exported_run[1], "--source", f"folder:{pictures}"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
     expected = subprocess.run(
-        [sys.executable, "-m", "streamclr", "predict", shipped_run[0], "--source", f"folder:{pictures}"],
+        [sys.executable, "-m", "streamclr", "predict", exported_run[0], "--source", f"folder:{pictures}"],
         capture_output=True,
         text=True,
         check=True,
@@ -198,9 +198,9 @@ def test_a_device_with_onnxruntime_numpy_and_pillow_alone(shipped_run, pictures,
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_json_table_and_csv_say_the_same(shipped_run, pictures, tmp_path, capsys, monkeypatch):
+def test_json_table_and_csv_say_the_same(exported_run, pictures, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["predict", str(shipped_run[1]), "--source", f"folder:{pictures}"]
+    words = ["predict", str(exported_run[1]), "--source", f"folder:{pictures}"]
     assert main([*words, "--top", "2", "--csv", "found.csv"]) == 0
     told = lines(capsys.readouterr().out)
     assert [line["image"] for line in told] == list(range(9))
@@ -236,8 +236,8 @@ def test_json_table_and_csv_say_the_same(shipped_run, pictures, tmp_path, capsys
 
 
 @pytest.mark.system
-def test_a_source_that_has_no_frame_says_why_and_what_was_rejected_is_told(shipped_run, tmp_path, capsys):
-    file = str(shipped_run[1])
+def test_a_source_that_has_no_frame_says_why_and_what_was_rejected_is_told(exported_run, tmp_path, capsys):
+    file = str(exported_run[1])
     assert main(["predict", file, "--source", "http://127.0.0.1:9/x?retries=1"]) == 2
     told = capsys.readouterr().err
     assert "refused" in told
@@ -254,19 +254,19 @@ def test_a_source_that_has_no_frame_says_why_and_what_was_rejected_is_told(shipp
         assert told in done.stderr
 
 
-def test_a_file_name_that_is_no_text_is_written_as_it_can_be(shipped_run, pictures, tmp_path, capsys):
+def test_a_file_name_that_is_no_text_is_written_as_it_can_be(exported_run, pictures, tmp_path, capsys):
     os.rename(pictures / "0.png", os.fsencode(pictures) + b"/\xff.png")
     assert (
-        main(["predict", str(shipped_run[1]), "--source", f"folder:{pictures}", "--csv", str(tmp_path / "a.csv")]) == 0
+        main(["predict", str(exported_run[1]), "--source", f"folder:{pictures}", "--csv", str(tmp_path / "a.csv")]) == 0
     )
     assert "\\udcff.png" in (tmp_path / "a.csv").read_text("utf-8")
 
 
-def test_errors_are_one_line_and_leave_nothing_behind(shipped_run, pictures, tmp_path, capsys, monkeypatch):
+def test_errors_are_one_line_and_leave_nothing_behind(exported_run, pictures, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.csv").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    file, source = str(shipped_run[1]), f"folder:{pictures}"
+    file, source = str(exported_run[1]), f"folder:{pictures}"
     for words, told in (
         ([file, "--source", source, "--csv", "taken.csv"], "taken.csv exists already: give another --csv"),
         ([file, "--source", source, "--csv", "no/such/place.csv"], "No such file or directory: no/such/place.csv"),
@@ -288,9 +288,9 @@ def test_errors_are_one_line_and_leave_nothing_behind(shipped_run, pictures, tmp
     assert (tmp_path / "taken.csv").read_text() == "mine"
 
 
-def test_onnxruntime_that_is_not_installed_is_named(shipped_run, pictures, capsys, monkeypatch):
+def test_onnxruntime_that_is_not_installed_is_named(exported_run, pictures, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert main(["predict", str(shipped_run[1]), "--source", f"folder:{pictures}"]) == 2
+    assert main(["predict", str(exported_run[1]), "--source", f"folder:{pictures}"]) == 2
     assert "run.onnx needs onnxruntime: pip install -c constraints.txt onnxruntime" in capsys.readouterr().err
 
 
@@ -320,7 +320,7 @@ def counting(size, at_once):
         share = images[:, 0, 0, 0] / 255
         return np.stack([1 - share, share], 1)
 
-    return Model(["dark", "bright"], size, classify)
+    return Predictor(["dark", "bright"], size, classify)
 
 
 @pytest.mark.parametrize(("size", "most"), [(32, 64), (8, 1024), (300, 1)])
@@ -339,7 +339,7 @@ def test_large_images_come_fewer_at_once(size, most):
 
 def test_probabilities_that_are_no_numbers_are_told():
     own = ArrayImages(np.zeros((3, 3, 8, 8), np.uint8), np.zeros(3), ())
-    broken = Model(["a", "b"], 8, lambda images: np.full((len(images), 2), np.nan))
+    broken = Predictor(["a", "b"], 8, lambda images: np.full((len(images), 2), np.nan))
     with pytest.raises(UserError, match="no numbers"):
         next(of_source(broken, DatasetSource(own, None, None, None), 3))
 
@@ -365,11 +365,20 @@ def test_class_names_are_safe_in_a_spreadsheet_and_on_a_terminal(tmp_path, capsy
     assert [entry["class"] for entry in line["top"]] == names  # a tie: in their own order
 
 
-def test_an_endless_source_is_told_frame_by_frame(shipped_run, pictures):
+def test_an_endless_source_is_told_frame_by_frame(exported_run, pictures):
     """Each line comes when its frame has come, while the source goes on."""
     (pictures / "3.png").unlink()
     for form in ([], ["--table"]):
-        command = [sys.executable, "-m", "streamclr", "predict", shipped_run[1], "--source", f"watch:{pictures}", *form]
+        command = [
+            sys.executable,
+            "-m",
+            "streamclr",
+            "predict",
+            exported_run[1],
+            "--source",
+            f"watch:{pictures}",
+            *form,
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             if form:
@@ -386,11 +395,11 @@ def test_an_endless_source_is_told_frame_by_frame(shipped_run, pictures):
         (pictures / f"new{len(form)}.png").unlink()
 
 
-def test_ctrl_c_keeps_the_rows_that_were_written(shipped_run, pictures, tmp_path):
+def test_ctrl_c_keeps_the_rows_that_were_written(exported_run, pictures, tmp_path):
     import signal
 
     (pictures / "3.png").unlink()
-    words = ["predict", shipped_run[1], "--source", f"watch:{pictures}", "--csv", tmp_path / "a.csv"]
+    words = ["predict", exported_run[1], "--source", f"watch:{pictures}", "--csv", tmp_path / "a.csv"]
     process = subprocess.Popen(
         [sys.executable, "-m", "streamclr", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -24,7 +24,7 @@ from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Architecture
 from streamclr.models.export import export, kind_of
-from streamclr.models.shipped import Shipped
+from streamclr.models.heads import Heads
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import make_learner
 from streamclr.score import contrast_score
@@ -256,7 +256,7 @@ def test_torchvisions_definition_takes_it(stem, norm, tmp_path, monkeypatch):
     torch.testing.assert_close(found["logits"].softmax(1), loaded(found["images"])[0], atol=1e-4, rtol=0)
     with torch.no_grad():  # without rounding it is the same function
         images = ((found["images"] / 255 - found["mean"]) / found["std"]).double()
-        exact = loaded.shipped.double().head(loaded.encoder.eval()(images))
+        exact = loaded.classifier.double().head(loaded.encoder.eval()(images))
         torch.testing.assert_close(found["net"].double()(images), exact, atol=1e-9, rtol=1e-9)
     # Strictly, without the two lines, where there is nothing to change.
     weights = {n: t for n, t in load_file("model.safetensors").items() if not n.startswith("projection.")}
@@ -294,7 +294,7 @@ def test_nothing_is_saved_that_could_not_be_loaded(tmp_path):
     for model, told in [
         (made(card=dataclasses.replace(CARD, accuracy=81.25)), "config.json has .* for card"),
         (made(card=Card(accuracy=math.nan)), "Out of range float values"),
-        (Pretrained(made().model, made().shipped.head, CLASSES, 5000), "config.json has 5000 for image_size"),
+        (Pretrained(made().model, made().classifier.head, CLASSES, 5000), "config.json has 5000 for image_size"),
         (broken, r"model\.safetensors is damaged: bn1\.weight has values that are not finite"),
     ]:
         with pytest.raises(UserError, match=f"^cannot save {re.escape(str(tmp_path / 'm'))}: {told}"):
@@ -512,9 +512,7 @@ def test_export(tmp_path, capsys):
     assert found["largest_difference"] < 1e-6
     assert found["bytes"] == sum(file.stat().st_size for file in path.iterdir())
     loaded, images = from_pretrained(path), random_images(48, 32)
-    model = directory.load_model()
-    shipped = Shipped(model, directory.load_classifier()[0], 32)
-    torch.testing.assert_close(loaded(images)[0], shipped(images)[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(loaded(images)[0], Heads(directory).load()(images)[0], atol=1e-6, rtol=0)
     assert loaded.card == Card("the built-in stream", "contrast", 256, 48, None, "the finished encoder", None, None)
     for words, told in [
         ([], "run-pretrained exists already"),

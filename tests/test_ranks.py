@@ -12,6 +12,7 @@ import pytest
 from streamclr.base.errors import UserError
 from streamclr.cli.entry import main
 from streamclr.compute.ranks import OneProcess
+from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
@@ -100,7 +101,7 @@ def test_a_run_of_several_ranks_is_one_run(left_alone):
         assert (results["images"], results["steps"]) == (EACH * n, N_STEPS)
         assert results["account"]["received"] == results["account"]["learned"] == EACH * n
         assert [account["learned"] for account in results["accounts_of_ranks"]] == n * [EACH]
-        assert directory.load_classifier()[1][0] == "target"
+        assert Heads(directory).load_head()[1][0] == "target"
         assert (path / "report.html").exists()
         models = []
         for part in parts(path):

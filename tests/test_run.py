@@ -13,6 +13,7 @@ import torch
 from streamclr import Learner, UserError
 from streamclr.base.errors import Stopped
 from streamclr.base.tensors import load_tensors
+from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
@@ -65,7 +66,7 @@ def test_saved_weights_are_the_learned_ones(config):
     path, results = run(config)
     directory = RunDirectory.existing(path)
     model = directory.load_model()
-    head, classes = directory.load_classifier()
+    head, classes = Heads(directory).load_head()
     assert classes == ["ant", "bee"]
     source = open_run_stream(directory.config).source
     from streamclr.classifier import Accuracy
@@ -73,10 +74,10 @@ def test_saved_weights_are_the_learned_ones(config):
 
     predicted = head(extract(model, source.test).features).argmax(1)
     assert Accuracy.of(predicted, torch.from_numpy(source.test.labels), 2).top1 == results["labels"]["1.0"]["accuracy"]
-    small, _ = directory.load_classifier(0.1)
+    small, _ = Heads(directory).load_head(0.1)
     assert not torch.equal(small.linear.weight, head.linear.weight)
     with pytest.raises(UserError, match=r"no classifier for the fraction 0\.5: use 0\.1, 1\.0"):
-        directory.load_classifier(0.5)
+        Heads(directory).load_head(0.5)
 
 
 def test_the_seed_decides_the_run(config, tmp_path):
@@ -110,7 +111,7 @@ def test_an_unlabelled_stream_has_no_classifier(tmp_path):
     assert results["labels"] == {}
     assert results["images"] == 20
     with pytest.raises(UserError, match="has no classifier"):
-        RunDirectory.existing(path).load_classifier()
+        Heads(RunDirectory.existing(path)).load_head()
 
 
 def test_supervised_baselines(config):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from streamclr import UserError, open_stream
-from streamclr.classifier import Head
+from streamclr.classifier import Classifier, Head
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.checkpoints import Checkpoints
@@ -237,7 +237,8 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
         ours = Versions(directory)
         for number in (1, 2):
             model = ContrastiveModel(make_encoder(directory.config))
-            version = Version(model, Head(8, 2), ("a", "b"), 0, frozenset(), frozenset(), Score(0, 0, 0.0))
+            classifier = Classifier(model, Head(8, 2), ("a", "b"), directory.image_size)
+            version = Version(classifier, 0, frozenset(), frozenset(), Score(0, 0, 0.0))
             ours.take(version, ours.current)
             until(lambda number=number: newest() == number, seconds=60)
         said = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=True).stdout
@@ -431,6 +432,6 @@ def test_a_damaged_version_is_passed_over_when_the_run_goes_on(config, tmp_path,
     shutil.copytree(served / f"{1:010}", served / f"{9:010}")  # its manifest says 1
     (path / "results.json").unlink()
     path, results = run(replace(config, predict=True))
-    assert any("version 9 is passed over for the one before" in event for event in events(path))
+    assert any("skipping version 9 for the one before" in event for event in events(path))
     assert results["served"]["version"] in (1, *range(2, 12))
     assert len(check(path, Account.of(results["account"]))) == 80

@@ -63,9 +63,9 @@ def test_the_engine_runs_a_fleet_and_goes_on_with_it(source, tmp_path, monkeypat
     assert results["images"] == 16 * results["answers"]
     assert results["refused"] == {}
     assert results["n_labels"] == 4 * 5
-    shipped, test = from_pretrained(path / GLOBAL), whole_of(source).test
-    assert shipped.classes == [f"class{label}" for label in range(4)]
-    guessed = shipped(test.images(np.arange(len(test))))[0].argmax(1).numpy()
+    pretrained, test = from_pretrained(path / GLOBAL), whole_of(source).test
+    assert pretrained.classes == [f"class{label}" for label in range(4)]
+    guessed = pretrained(test.images(np.arange(len(test))))[0].argmax(1).numpy()
     assert results["classifier"] == pytest.approx((guessed == test.labels).mean())
     for device in range(4):  # those that dropped out of the last round, too
         own = from_pretrained(path / "devices" / f"{device:04}" / GLOBAL)

@@ -1,6 +1,8 @@
-"""Stage two: a classifier from few labels on the frozen encoder, probes, and the supervised baseline (Sec. IV-A)."""
+"""Stage two (Sec. IV-A): a classifier from few labels on the frozen encoder, and probes of what the encoder knows."""
 
+import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,11 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import Progress
+from streamclr.base.tensors import load_weights
+from streamclr.encoders.inference import infer
+from streamclr.encoders.preprocessing import scaled
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import PointwiseConv
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Accuracy:
 
 
 class Head(nn.Module):
-    """A linear layer on standardised features; the mean and spread are those of the features it was trained on."""
+    """A linear layer on features that are standardised with the mean and spread of the training features."""
 
     mean: Tensor
     std: Tensor
@@ -34,10 +41,20 @@ class Head(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(n_features))
         self.register_buffer("std", torch.ones(n_features))
-        # The problem is convex, so any start leads to one end, and zeros need no seed.
+        # The problem is convex, so every start leads to the same minimum, and zeros need no seed.
         self.linear = nn.utils.skip_init(nn.Linear, n_features, n_classes)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor], where: str) -> "Head":
+        """A frozen head with the weights of a state dict. where: where they came from, for the error."""
+        weight = state.get("linear.weight")
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise UserError(f"{where} has no head: linear.weight, n classes x n features, is missing")
+        head = cls(weight.shape[1], weight.shape[0])
+        load_weights(head, dict(state), where)
+        return head.eval().requires_grad_(False)
 
     def fit_scale(self, features: Tensor) -> None:
         self.mean.copy_(features.mean(0))
@@ -47,8 +64,70 @@ class Head(nn.Module):
         return self.linear((features - self.mean) / self.std)
 
 
-def draw_labelled(labels: np.ndarray, fraction: float, classes: tuple[str, ...], seed: int = 0) -> Tensor:
+class Classifier(nn.Module):
+    """A frozen encoder and a head on it, with class names, and with the pre-processing of images in the graph.
+
+    size: side of the images that the encoder learned from.
+    """
+
+    def __init__(self, model: ContrastiveModel, head: Head, classes: Sequence[str], size: int):
+        super().__init__()
+        if head.linear.out_features != len(classes):
+            raise UserError(f"{len(classes)} class names for a head of {head.linear.out_features} classes: use its own")
+        if head.linear.in_features != model.n_features:
+            raise UserError(
+                f"the head takes {head.linear.in_features} features, the encoder has {model.n_features}: use its own"
+            )
+        self.model, self.head, self.classes, self.size = model, head, list(classes), size
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8, n x 3 x H x W, of any height and width. Returns probabilities, n x classes, and features, n x d."""
+        features = self.model.features(scaled(images, self.size) / 255)
+        return self.head(features).softmax(1), features
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Of any number of images of any size, uint8: n x classes, on the CPU. Any thread may call it."""
+        if images.shape[-2:] != (self.size, self.size):
+            images = scaled(images, self.size).byte()
+        return self.head(infer(self.model, images, self.model.features).cpu()).softmax(1)
+
+    def plain(self) -> "Classifier":
+        """A copy for export, without what is for training alone: the projection head, and convolutions that leave out
+        pixels before they multiply instead of taking strides."""
+        plain = copy.deepcopy(self)
+        plain.model.head = nn.Sequential()
+        for module in list(plain.modules()):
+            for name, conv in module.named_children():
+                if isinstance(conv, PointwiseConv):
+                    strided = nn.Conv2d(conv.in_channels, conv.out_channels, 1, conv.stride, bias=False)  # type: ignore[arg-type]
+                    strided.weight = conv.weight
+                    setattr(module, name, strided)
+        return plain.eval().requires_grad_(False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training on few labels.
+
+
+def checked_labels(labels: Tensor | np.ndarray, n_classes: int, n_images: int | None = None) -> Tensor:
+    """Labels as int64. n_images: how many there must be."""
+    labels = torch.as_tensor(labels)
+    if labels.ndim != 1 or not len(labels):
+        raise UserError(f"the shape of the labels is {tuple(labels.shape)}: use one number for each image")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise UserError(f"the labels are {labels.dtype}: use whole numbers, as torch.int64")
+    least, most = int(labels.min()), int(labels.max())
+    if least < 0 or most >= n_classes:
+        raise UserError(f"the labels are {least} to {most}: use 0 to {n_classes - 1}, for {n_classes} classes")
+    if n_images not in (None, len(labels)):
+        raise UserError(f"{len(labels)} labels for {n_images} images: use one for each")
+    return labels.long()
+
+
+def draw_labelled(labels: Tensor | np.ndarray, fraction: float, classes: Sequence[str], seed: int = 0) -> Tensor:
     """The indices of a class-balanced draw of a fraction of the images; 1 is all of them."""
+    labels = checked_labels(labels, len(classes))
     if not 0 < fraction <= 1:
         raise UserError(f"the label fraction is {fraction}: use a number above 0 and up to 1, as 0.01 for 1 %")
     if fraction == 1:
@@ -62,7 +141,7 @@ def draw_labelled(labels: np.ndarray, fraction: float, classes: tuple[str, ...],
     generator = torch.Generator().manual_seed(seed)
     chosen = []
     for label, name in enumerate(classes):
-        own = torch.from_numpy(np.flatnonzero(labels == label))
+        own = (labels == label).nonzero().flatten()
         if len(own) < n_each:
             raise UserError(
                 f"class {name!r} has {len(own)} labelled images, and {fraction:.2%} of the labels needs {n_each} of "
@@ -84,8 +163,9 @@ def train_head(
 ) -> Head:
     """The paper's classifier: Adam on the labelled features for 500 epochs.
 
-    The gradient and Adam are written out: 100,000 steps on a layer this small are all overhead otherwise.
+    The gradient and Adam are written out: for a layer this small, autograd would take most of the time.
     """
+    labels = checked_labels(labels, n_classes, len(features))
     head = Head(features.shape[1], n_classes)
     head.fit_scale(features)
     # The bias is the weight of a feature that is always 1.
@@ -112,7 +192,8 @@ def train_head(
 
 
 def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float = 1e-3) -> Head:
-    """Logistic regression to convergence: what is linearly readable from the features, whatever the optimizer."""
+    """Logistic regression to convergence: what is linear in the features, independent of the optimizer."""
+    labels = checked_labels(labels, n_classes, len(features))
     probe = Head(features.shape[1], n_classes)
     probe.fit_scale(features)
     features = (features - probe.mean) / probe.std
@@ -130,6 +211,7 @@ def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float 
 
 def knn_probe(features: Tensor, labels: Tensor, queries: Tensor, n_classes: int, k: int = 20) -> Tensor:
     """The class of each query by a vote of its k nearest neighbours, weighted by exp(cosine / 0.07)."""
+    labels = checked_labels(labels, n_classes, len(features))
     known = F.normalize(features, dim=1)
     predicted = []
     for chunk in F.normalize(queries, dim=1).split(1024):

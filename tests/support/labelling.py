@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from streamclr.base.files import write_json
-from streamclr.classifier import Head
+from streamclr.classifier import Classifier, Head
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import Candidates
@@ -72,7 +72,8 @@ CLASSES = ("red", "green", "blue")
 
 
 def make_version(directory, seed=0, classes=CLASSES, score=Score(4, 5, 0.5), step=7):  # noqa: B008
-    head = Head(8, len(classes))
+    model = encoder(directory.path, seed)
+    head = Head(model.n_features, len(classes))
     torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(seed))
     keys = frozenset({"a", "b"}), frozenset({"c"})
-    return Version(encoder(directory.path, seed), head, classes, step, *keys, score)
+    return Version(Classifier(model, head, classes, 16), step, *keys, score)

@@ -10,7 +10,7 @@ from streamclr.base.tensors import load_tensors, save_tensors
 from streamclr.classifier import Head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.models.shipped import Shipped
+from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
@@ -32,7 +32,7 @@ def made_run(path, size=32, **options):
     head.fit_scale(infer(model, random_images(64, size), model.features))
     torch.nn.init.normal_(head.linear.weight, std=0.3)
     directory.save_model(model)
-    directory.save_classifiers({1.0: head}, tuple("abcde"))
+    Heads(directory).save_fractions({1.0: head}, tuple("abcde"))
     save_tensors(path / "buffer.safetensors", {"images": random_images(48, size)})
     directory.save_results({"images": 48, "labels": {}})
     return directory
@@ -76,6 +76,5 @@ def state_sha256(path):
     return digest.hexdigest()
 
 
-def shipped_of(directory):
-    model, _ = directory.newest_model()
-    return Shipped(model, directory.load_classifier()[0], directory.config.size)
+def classifier_of(directory):
+    return Heads(directory).load()

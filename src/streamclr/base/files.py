@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON, checksums and locks; needs no torch."""
+"""Files that are written completely or not at all, JSON, checksums and locks; needs no torch."""
 
 import fcntl
 import hashlib
@@ -13,17 +13,21 @@ from streamclr.base.errors import UserError
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON that a reader sees whole or not at all; NaN becomes null."""
+    """Write or replace a JSON file; NaN becomes null."""
     text = json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"  # ASCII, whatever the locale
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """A file that a reader sees whole or not at all."""
+    write_parts(path, [content])
+
+
+def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write or replace a file: after a power cut it is the old one or the new one, whole."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.unlink(missing_ok=True)  # of a process that was killed and had this number
+    part.unlink(missing_ok=True)  # left by a killed process that had the same number
     try:
-        write_new(part, [content])
+        write_new(part, parts)
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -46,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_new(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[str, int]:
-    """A new file, on the disk itself. Returns the SHA-256 and the size of what was written."""
+    """Write a new file and flush it to the disk. Returns its SHA-256 and its size in bytes."""
     digest, size = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -71,7 +75,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(directory: Path) -> None:
-    """Names in a directory are on the disk only after this."""
+    """Flush the names in a directory to the disk: a rename lasts only after this."""
     file = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -80,7 +84,10 @@ def sync(directory: Path) -> None:
 
 
 def held(file: Path, otherwise: str, seconds: float = 0.0) -> IO[bytes]:
-    """The file, for this process alone until it closes it or ends; otherwise, after so many seconds, that is said."""
+    """Lock a file until it is closed or the process ends.
+
+    otherwise: the error if another process still has it after so many seconds.
+    """
     opened, until = file.open("rb"), time.monotonic() + seconds
     while True:
         try:

@@ -1,6 +1,7 @@
 """Tensors in safetensors files, checked by name, shape and type before they are used."""
 
-import os
+import json
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.base.files import write_parts
 
 DTYPES = {
     torch.float32: "F32",
@@ -27,14 +28,30 @@ DTYPES = {
 }
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
+    """Write or replace a safetensors file, flushed to the disk."""
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
-    except SafetensorError as error:
-        raise UserError(f"cannot write {path} ({error})") from None
-    part.chmod(0o644)  # safetensors makes it private, unlike every other file of the run
-    part.replace(path)
+        write_parts(path, safetensors_parts(tensors, metadata))
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error})") from None
+
+
+def safetensors_parts(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The content of a safetensors file, one tensor at a time, so that it is never in memory as a whole."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # The largest elements first, as the safetensors library does: every tensor is aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for _, tensor in ordered:
+        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -54,13 +71,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_metadata(path: Path) -> dict[str, str]:
-    """What `save_tensors` was told beside the tensors."""
+    """The metadata that `save_tensors` was given."""
     with _opened(path) as content:
         return content.metadata() or {}
 
 
 def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of exactly these names, shapes and types, all of them finite; none is read before the header fits."""
+    """Load tensors of exactly these names, shapes and types, all finite; the header is checked before any is read."""
     with _opened(path) as content:
         found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
         problems = [f"{name} is missing" for name in expected if name not in found]
@@ -80,9 +97,10 @@ def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assign: bool = False) -> None:
-    """Load weights by name; what is missing, left over or of another shape is listed by key.
+    """Load weights by name; the error lists what is missing, not known or of another shape.
 
-    assign: put the tensors themselves in their place, for a module that was made without memory.
+    where: where the weights came from, for the error.
+    assign: use the tensors themselves, for a module on the meta device.
     """
     own = module.state_dict()
     if not any(key.endswith("num_batches_tracked") for key in tensors):  # old public weights lack these counters

@@ -20,6 +20,7 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import Update, Weights, exchanged, is_statistic
 from streamclr.labelling.session import pixels
 from streamclr.labelling.store import Labels
+from streamclr.models.heads import GLOBAL
 from streamclr.models.pretrained import Pretrained, save_pretrained
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
@@ -28,7 +29,6 @@ from streamclr.runs.assemble import make_learner
 from streamclr.runs.loop import learn_stream
 from streamclr.streams.stream import Stream
 
-GLOBAL = "global"  # in the device's directory: the fleet's encoder and classifier, for `streamclr predict`
 MOST_LABELS = 1000  # that one device sends
 
 
@@ -130,13 +130,10 @@ class Device:
 
 def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: list[str], size: int) -> None:
     """A model and its classifier as a directory for `streamclr predict` and `from_pretrained`, in place of the last."""
-    n_classes, n_features = head["linear.weight"].shape
-    classifier = Head(n_features, n_classes)
-    load_weights(classifier, head, "the fleet's classifier")
     new, old = (path.with_name(f".{path.name}-{which}") for which in ("new", "old"))
     for left in (new, old):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    save_pretrained(Pretrained(model, classifier.eval(), classes, size), new)
+    save_pretrained(Pretrained(model, Head.from_state(head, "the fleet's classifier"), classes, size), new)
     with suppress(FileNotFoundError):
         os.rename(path, old)
     os.rename(new, path)

@@ -21,7 +21,8 @@ from streamclr.classifier import Head, train_head
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
-from streamclr.fleet.device import GLOBAL, MOST_LABELS, save_global
+from streamclr.fleet.device import MOST_LABELS, save_global
+from streamclr.models.heads import GLOBAL
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.journal import Journal
 from streamclr.records.options import RunOptions
@@ -160,12 +161,7 @@ class Rounds:
         return self.model
 
     def classifier(self) -> Head | None:
-        if self.head is None:
-            return None
-        n_classes, n_features = self.head.weights["linear.weight"].shape
-        head = Head(n_features, n_classes)
-        load_weights(head, self.head.weights, "the fleet's classifier")
-        return head.eval()
+        return None if self.head is None else Head.from_state(self.head.weights, "the fleet's classifier")
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:

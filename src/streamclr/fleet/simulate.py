@@ -15,7 +15,6 @@ import torch
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.tensors import load_weights
-from streamclr.classifier import Accuracy, knn_probe, linear_probe
 from streamclr.encoders.inference import as_float
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.device import Device, LabelledImages
@@ -26,7 +25,7 @@ from streamclr.fleet.split import shard, whole_of
 from streamclr.records.label_budget import LabelBudget
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import resolved
-from streamclr.runs.evaluation import extract
+from streamclr.runs.evaluation import extract, probes
 from streamclr.streams.datasets.images import DatasetSource, Images
 from streamclr.streams.stream import DatasetStream
 
@@ -158,14 +157,7 @@ def evaluate(config: SimulateOptions, rounds: Rounds) -> dict[str, Any]:
     if config.statistics == "local":
         gather_statistics(model, whole.streamed)
     known, tested = extract(model, whole.train), extract(model, whole.test)
-    n_classes = len(whole.classes)
-    guesses = {
-        "linear_probe": linear_probe(known.features, known.labels, n_classes)(tested.features).argmax(1),
-        "knn": knn_probe(known.features, known.labels, tested.features, n_classes),
-    }
-    results: dict[str, Any] = {
-        name: Accuracy.of(guess, tested.labels, n_classes).top1 for name, guess in guesses.items()
-    }
+    results: dict[str, Any] = dict(probes(known, tested, len(whole.classes)))
     if (head := rounds.classifier()) is not None and rounds.head is not None:
         # Of an earlier round, if the last label round had too few: with the encoder that it goes with.
         load_weights(model, {**model.state_dict(), **rounds.head.encoder}, "the fleet's classifier")

@@ -1,4 +1,4 @@
-"""Asking a person about a run: which images, in which order, and the classifier that learns from the answers."""
+"""Questions to a person about a run: which images, in which order, and the head that is trained on the answers."""
 
 import io
 import json
@@ -17,57 +17,58 @@ from PIL import Image
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.classifier import Head, train_head
+from streamclr.classifier import train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
 from streamclr.labelling.candidates import read_candidates
 from streamclr.labelling.order import asking_order
 from streamclr.labelling.store import Answer, Labels, Question
+from streamclr.models.heads import Heads
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.records.label_budget import LabelBudget
 
-N_AHEAD, N_ALIKE = 12, 11  # questions that a page knows of, and look-alikes of each
-N_FOLDS = 5  # a fifth of the labels at a time is held back from the classifier that is tested on it
-SESSION = 600.0  # seconds after an answer in which no questions are replaced by others, unless the run has ended
-LOOK_AGAIN = 10.0  # seconds after which a run that was not finished is looked at again
+N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar images for each
+N_FOLDS = 5  # of the cross-validation
+SESSION_SECONDS = 600.0  # after an answer no questions are replaced for so long, unless the run has ended
+LOOK_EVERY_SECONDS = 10.0  # for a new state of a run that is not finished
 
 
 @dataclass
-class Trained:
-    """A classifier from the answers, and what is known of it."""
+class Training:
+    """The result of training a head on the answers; the head itself is in the run directory."""
 
-    head: Head
-    classes: list[int]  # the number of each of its outputs in labels.sqlite
-    probabilities: Tensor  # of every question
+    classes: list[int]  # the number of each class in labels.sqlite
+    probabilities: Tensor  # n questions x classes
     n_labels: int
-    accuracy: float | None  # on labels that were held back; None while there are too few
+    accuracy: float | None = None  # on labels that were held back; None while there are too few
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
 
 
 class Asking:
-    """Questions about one run, for a page or a command; the encoder's features are computed once."""
+    """The questions about one run, for a page or a command; features are computed once."""
 
     def __init__(self, directory: RunDirectory):
         if directory.config.label_budget is None:
             raise UserError(f"{directory.path} has no label queue: run with --label-budget 1%")
-        self.directory, self.labels = directory, Labels(directory.path / "labels.sqlite")
-        self.message = ""  # what is being done, or why nothing can be asked
+        self.directory, self.heads = directory, Heads(directory)
+        self.labels = Labels(directory.path / "labels.sqlite")
+        self.message = ""  # what is under way, or why nothing can be asked
         self.questions: list[Question] = []
-        self.features = torch.empty(0, 0)  # a row for each question
-        self.trained: Trained | None = None
-        self.model_of = ""  # which state of the encoder the features are of
-        self.trained_on: tuple[int, dict[int, str]] | None = None  # the last answer and the names that it knows of
-        self._explanation = ""  # the message while nothing is being done
-        self._lock = threading.Lock()  # for a page that reads while the worker changes these
+        self.features = torch.empty(0, 0)  # n questions x d
+        self.trained: Training | None = None
+        self.model_of = ""  # the state of the encoder that the features are from
+        self.trained_on: tuple[int, dict[int, str]] | None = None  # the number of the last answer, and the class names
+        self._explanation = ""  # the message while nothing is under way
+        self._lock = threading.Lock()  # a page reads while the worker writes
 
     def close(self) -> None:
         self.labels.close()
 
     def prepare(self, choose_anew: bool = True) -> None:
-        """Choose what to ask with the newest encoder, unless that was done, and compute the features of it.
+        """Choose the questions with the newest encoder and compute their features.
 
-        choose_anew: also if there are questions already, chosen with another encoder or from fewer images.
+        choose_anew: also if there are questions already, chosen with an earlier encoder or from fewer images.
         """
         model, model_of = self.directory.newest_model()
         explanation = ""
@@ -77,7 +78,7 @@ class Asking:
             except UserError as error:
                 if not self.labels.questions():
                     raise
-                explanation = str(error)  # what was asked before can be answered all the same
+                explanation = str(error)  # the earlier questions can still be answered
         questions = self.labels.questions()
         images_asked = torch.stack([self._image(question.key) for question in questions])
         features = self._features(model, images_asked, "features")
@@ -90,15 +91,15 @@ class Asking:
         config = self.directory.config
         candidates = read_candidates(self.directory.path / "candidates.bin")
         if config.guards not in ("auto", "off") and candidates:
-            lies = unusable(torch.stack([candidate.image for candidate in candidates])).tolist()
-            candidates = [candidate for candidate, lie in zip(candidates, lies, strict=True) if not lie]
+            bad = unusable(torch.stack([candidate.image for candidate in candidates])).tolist()
+            candidates = [candidate for candidate, is_bad in zip(candidates, bad, strict=True) if not is_bad]
         if not candidates:
             raise UserError("no images to ask about yet: the run has only begun")
         newest = candidates[-1].arrival
         made_from = f"{model_of}, {len(candidates)} candidates up to image {newest}"
         if self.labels.fact("made_from") == made_from:
             return
-        stay = self.labels.lasting()  # in other hands, or answered
+        stay = self.labels.lasting()  # exported to others, or answered
         images = {key: self._image(key) for key in stay} | {c.key: c.image for c in candidates}
         arrivals = {question.key: question.arrival for question in stay.values()} | {
             c.key: c.arrival for c in candidates
@@ -115,7 +116,7 @@ class Asking:
         self.labels.ask(chosen, at_most=n_asked)  # others may have been answered meanwhile
         self.labels.note("made_from", made_from)
         if not self.labels.classes():
-            for name in self.directory.class_names():
+            for name in self.heads.class_names():
                 with suppress(UserError):  # a folder may have a name that is too long for a button
                     self.labels.add_class(name)
 
@@ -134,15 +135,15 @@ class Asking:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def train(self) -> Trained | None:
-        """A classifier from all labels so far, saved in the run; None while there are fewer than two classes."""
+    def train(self) -> Training | None:
+        """Train a head on all labels so far and save it in the run; None while there are fewer than two classes."""
         answers, names = self.labels.answers(), self.labels.classes()
         trained_on = _last(answers), names
         rows = [row for row, question in enumerate(self.questions) if _is_label(answers.get(question.key))]
         given = [answers[self.questions[row].key] for row in rows]
         classes = sorted({answer.class_id for answer in given if answer.class_id is not None})
         if len(classes) < 2:
-            self.directory.forget_labelled()
+            self.heads.forget_labelled()
             with self._lock:
                 self.trained, self.trained_on, self.message = None, trained_on, self._explanation
             return None
@@ -152,42 +153,42 @@ class Asking:
         probabilities = head(self.features).softmax(1)
         together = self._answered_together([self.questions[row].key for row in rows], given)
         right, n_tested = _cross_validate(features, targets, together, len(classes))
-        trained = Trained(head, classes, probabilities, len(rows), None)
+        trained = Training(classes, probabilities, len(rows))
         if n_tested:
             trained.accuracy, trained.interval = right / n_tested, wilson(right, n_tested)
         known = [names[number] for number in classes]
         accuracy = None if trained.accuracy is None else round(trained.accuracy, 4)
-        self.directory.save_labelled(head, known, self.model_of, trained.n_labels, accuracy)
+        self.heads.save_labelled(head, known, self.model_of, trained.n_labels, accuracy)
         self._remember(trained)
         with self._lock:
             self.trained, self.trained_on, self.message = trained, trained_on, self._explanation
         return trained
 
     def is_behind(self) -> bool:
-        """Whether there are answers, or names of classes, that the classifier does not know of."""
+        """Whether answers or class names have changed since the last training."""
         return bool(self.questions) and self.trained_on != (_last(self.labels.answers()), self.labels.classes())
 
     def _answered_together(self, keys: list[str], given: list[Answer]) -> list[tuple[int, str]]:
-        """The same for what was answered at one go, because it looks alike. What came from a file did not."""
+        """A group for each answer: similar images answered in one go are one group; imported answers are one each."""
         imported = self.labels.imported()
         return [
             (answer.number, key if answer.number in imported else "") for key, answer in zip(keys, given, strict=True)
         ]
 
-    def _remember(self, trained: Trained) -> None:
+    def _remember(self, trained: Training) -> None:
         if trained.accuracy is not None:
             history = [point for point in self.history() if point[0] < trained.n_labels]
             points = [*history, [trained.n_labels, round(trained.accuracy, 4)]]
             self.labels.note("history", json.dumps(points[-1000:]))
 
     def history(self) -> list[list[float]]:
-        """Numbers of labels and the accuracy with them."""
+        """Pairs of the number of labels and the accuracy."""
         return json.loads(self.labels.fact("history") or "[]")
 
     # ------------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All that a page shows."""
+        """Everything that a page shows."""
         with self._lock:
             return self._state()
 
@@ -225,7 +226,7 @@ class Asking:
         }
 
     def _to_ask(self, answers: dict[str, Answer]) -> list[int]:
-        """Rows in the order that pays; then what was skipped."""
+        """The rows that are not answered, in the asking order; then those that were skipped."""
         rows = [row for row, question in enumerate(self.questions) if question.key not in answers]
         skipped = [
             (answers[question.key].number, row)
@@ -235,7 +236,7 @@ class Asking:
         return rows + [row for _, row in sorted(skipped)]
 
     def _tasks(self, rows: list[int], unanswered: list[int]) -> list[dict[str, Any]]:
-        """Each with those of the unanswered that look most like it."""
+        """Each with the unanswered images that are most similar to it."""
         directions = F.normalize(self.features, dim=1)
         similarity = directions[unanswered] @ directions[rows].T  # len(unanswered) x len(rows)
         nearest = similarity.topk(min(N_ALIKE + 1, len(unanswered)), dim=0).indices.T.tolist()
@@ -250,7 +251,7 @@ class Asking:
         return {"id": self.questions[row].key, "guess": self.guess(row)}
 
     def guess(self, row: int) -> dict[str, Any] | None:
-        """The class that the classifier would give, by its number."""
+        """The class that the head predicts, by its number."""
         if self.trained is None:
             return None
         probability, best = self.trained.probabilities[row].max(0)
@@ -258,7 +259,7 @@ class Asking:
 
 
 class Worker:
-    """Prepares the questions and trains the classifier again after every answer, in a thread of its own."""
+    """Prepares the questions and trains the head again after every answer, in a thread of its own."""
 
     def __init__(self, asking: Asking):
         self.asking = asking
@@ -271,7 +272,7 @@ class Worker:
         self._wake.set()
 
     def look_anew(self) -> None:
-        """Somebody opens the page: what the run has learned meanwhile counts."""
+        """Somebody opens the page: use what the run has learned meanwhile."""
         self._opened = True
         self.wake()
 
@@ -285,19 +286,19 @@ class Worker:
         looked = -math.inf
         while not self._ends:
             try:
-                if self._opened or time.monotonic() - looked > LOOK_AGAIN:
+                if self._opened or time.monotonic() - looked > LOOK_EVERY_SECONDS:
                     looked = time.monotonic()
                     self._prepare_if_due()
                 if self.asking.is_behind():
                     self.asking.train()
-            except FAILURES as error:  # a full disk, say, that may have room the next time
+            except FAILURES as error:  # a full disk may have room the next time
                 self.asking.message = f"the classifier is not saved ({error})"
-            self._wake.wait(LOOK_AGAIN)
+            self._wake.wait(LOOK_EVERY_SECONDS)
             self._wake.clear()
 
     def _prepare_if_due(self) -> None:
-        """At first, as long as there is nothing to ask, and with another encoder when the run has ended or somebody
-        opens the page; what another process has chosen is taken over."""
+        """Prepare while there are no questions, and with a new encoder when the run has ended or somebody opens the
+        page. Questions that another process has chosen are taken over."""
         asking, opened = self.asking, self._opened
         if opened:
             self._opened = False
@@ -305,7 +306,7 @@ class Worker:
             newest = asking.directory.newest_encoder()
             is_new = newest not in (None, asking.model_of) or self._held_back
             if not asking.questions or (is_new and (opened or newest == FINISHED)):
-                in_use = bool(asking.questions) and newest != FINISHED and asking.labels.quiet() < SESSION
+                in_use = bool(asking.questions) and newest != FINISHED and asking.labels.quiet() < SESSION_SECONDS
                 asking.prepare(choose_anew=not in_use)
                 self._held_back = in_use
             elif asking.questions != asking.labels.questions():
@@ -314,15 +315,15 @@ class Worker:
             asking.message = str(error)
 
 
-FAILURES = (UserError, OSError, sqlite3.Error)  # that the worker outlives
+FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
 
 
 def _cross_validate(
     features: Tensor, targets: Tensor, together: list[tuple[int, str]], n_classes: int
 ) -> tuple[int, int]:
-    """How many labels are told right by a classifier that does not know them, and how many were tried.
+    """The number of labels predicted correctly by heads that were not trained on them, and the number tested.
 
-    What belongs together is held back together.
+    together: the group of each label; a group is held back as a whole.
     """
     order = {group: i for i, group in enumerate(sorted(set(together)))}
     fold = torch.tensor([order[group] % N_FOLDS for group in together])
@@ -354,12 +355,12 @@ def png(image: Tensor) -> bytes:
 
 
 def pixels(picture: bytes) -> Tensor:
-    """What `png` was given, 3 x H x W."""
+    """The image of a PNG, 3 x H x W."""
     return torch.from_numpy(np.array(Image.open(io.BytesIO(picture)).convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval in which the true share lies, of 95 % (Wilson 1927)."""
+    """The 95 % interval of a share (Wilson 1927)."""
     share, spread = right / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))

@@ -1,4 +1,4 @@
-"""A shipped file against PyTorch: whether it says the same, how large it is, how fast."""
+"""An exported file compared with PyTorch: same answers, size, speed."""
 
 import itertools
 import statistics
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from streamclr.base.table import Table
+from streamclr.classifier import Classifier
 from streamclr.encoders.inference import as_float, inference_mode
-from streamclr.models.shipped import Shipped
 
-Shipment = Callable[[Tensor], tuple[Tensor, ...]]  # uint8 images to probabilities and features
+ExportedFunction = Callable[[Tensor], tuple[Tensor, ...]]  # uint8 images to probabilities and features
 Runner = Callable[[Tensor], object]
 BATCHES = (1, 32)
-LARGEST_DIFFERENCE = 1e-4  # of a probability, in float
-LEAST_EQUAL = 0.99  # of the classes, in int8
+MAX_DIFFERENCE = 1e-4  # of a probability, in float
+MIN_EQUAL = 0.99  # of the classes, in int8
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Parity:
     n_bytes_torch: int  # of the weights
     seconds: dict[int, float]  # per image, by batch size
     seconds_torch: dict[int, float]
-    looked_again: float | None = None  # share of the images that int8 was in doubt about
+    looked_again: float | None = None  # share of the images that int8 was unsure of
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the file, if anything is."""
-        if not self.int8 and not self.largest_difference <= LARGEST_DIFFERENCE:  # NaN is a problem too
-            return f"probabilities differ by up to {self.largest_difference:.2g}, more than {LARGEST_DIFFERENCE:g}"
-        if self.int8 and not self.equal_classes >= LEAST_EQUAL:
-            return f"{100 * self.equal_classes:.1f} % of the classes are the same, fewer than {100 * LEAST_EQUAL:g} %"
+        """What is wrong with the file; None if nothing is."""
+        if not self.int8 and not self.largest_difference <= MAX_DIFFERENCE:  # NaN is a problem too
+            return f"probabilities differ by up to {self.largest_difference:.2g}, more than {MAX_DIFFERENCE:g}"
+        if self.int8 and not self.equal_classes >= MIN_EQUAL:
+            return f"{100 * self.equal_classes:.1f} % of the classes are the same, fewer than {100 * MIN_EQUAL:g} %"
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,12 +71,12 @@ class Parity:
         return Table("", ["", "PyTorch", name, ""], rows, note)
 
 
-def compare(shipped: Shipped, shipment: Shipment, images: Tensor, n_bytes: int, int8: bool) -> Parity:
+def compare(classifier: Classifier, exported: ExportedFunction, images: Tensor, n_bytes: int, int8: bool) -> Parity:
     """images: uint8, of the size that the encoder learned from."""
-    with inference_mode(shipped), one_thread():
-        exact = torch.cat([classify(shipped, part) for part in images.split(64)])
-        found = torch.cat([shipment(part)[0] for part in images.split(64)])
-        spent = {n: race(lambda part: classify(shipped, part), shipment, images, n) for n in BATCHES}
+    with inference_mode(classifier), one_thread():
+        exact = torch.cat([classify(classifier, part) for part in images.split(64)])
+        found = torch.cat([exported(part)[0] for part in images.split(64)])
+        spent = {n: race(lambda part: classify(classifier, part), exported, images, n) for n in BATCHES}
     return Parity(
         int8,
         len(images),
@@ -84,21 +84,23 @@ def compare(shipped: Shipped, shipment: Shipment, images: Tensor, n_bytes: int, 
         float((exact.argmax(1) == found.argmax(1)).double().mean()),
         n_bytes,
         sum(
-            t.numel() * t.element_size() for m in (shipped.model.encoder, shipped.head) for t in m.state_dict().values()
+            t.numel() * t.element_size()
+            for m in (classifier.model.encoder, classifier.head)
+            for t in m.state_dict().values()
         ),
         {n: here for n, (_, here) in spent.items()},
         {n: there for n, (there, _) in spent.items()},
     )
 
 
-def classify(shipped: Shipped, images: Tensor) -> Tensor:
-    """The probabilities as `predict` computes them: nothing of the shipped pre-processing is in them."""
-    return shipped.head(shipped.model.features(as_float(images))).softmax(1)
+def classify(classifier: Classifier, images: Tensor) -> Tensor:
+    """The probabilities as `predict` computes them: without the pre-processing that is in the graph."""
+    return classifier.head(classifier.model.features(as_float(images))).softmax(1)
 
 
 def race(one: Runner, other: Runner, images: Tensor, n: int, least: float = 0.5) -> tuple[float, float]:
-    """Seconds per image of both, n at a time and in turns, so that a slow moment hits both. Of two times on the same
-    images the shorter counts; the means over parts of the images, because a second look depends on them."""
+    """Mean seconds per image of both, n at a time. They take turns, so that a slow moment affects both; of two times on
+    the same images the shorter counts. Many images are used, because a second look depends on the image."""
     parts = images.repeat(-(-n // len(images)), 1, 1, 1).split(n)
     parts = [part for part in parts if len(part) == n]
     spent: tuple[list[float], list[float]] = ([], [])

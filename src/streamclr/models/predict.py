@@ -1,4 +1,4 @@
-"""Classify the images of any source, with a run or with an exported file, for which an ONNX file needs no torch."""
+"""Predict the classes of the images of any source, with a run or an exported file; an ONNX file needs no torch."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
 from streamclr.base.progress import Progress, say
-from streamclr.models.formats.reader import Model, open_exported
+from streamclr.models.formats.reader import Predictor, open_exported
 from streamclr.streams.cameras.feed import Feed
 from streamclr.streams.cameras.live import CameraFrames
 from streamclr.streams.datasets.images import DatasetSource, readable
@@ -43,12 +43,12 @@ class PredictOptions:
 
 
 class Prediction(NamedTuple):
-    """What is said of one image: how probable each class is, or why it could not be read."""
+    """For one image: the probability of each class, or why it could not be read."""
 
     image: int  # its number in the source
     probabilities: np.ndarray | None
     rejected: str = ""
-    file: str | None = None  # where it lies, if it has a file of its own
+    file: str | None = None  # its path, if it has a file of its own
 
     def top(self, n: int, classes: list[str]) -> list[tuple[str, float]]:
         """The n most probable classes, with their probabilities."""
@@ -62,88 +62,73 @@ def predict(config: PredictOptions) -> None:
     for name, value in (("images", config.images), ("top", config.top)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}: use at least 1")
-    model = open_model(Path(config.model), config.fraction, config.served)
+    model = open_predictor(Path(config.model), config.fraction, config.served)
     kind, _, written = split_source(config.source)
-    # A dataset keeps its size, which the model takes like any: to scale all of it would take torch, and a while.
+    # The model scales the images of a dataset itself: opening a dataset with another size needs torch, and is slow.
     takes_size = {} if kind in DATASETS or "size" in written else {"size": model.size}
     opened = open_source(config.source, **takes_size)
     if isinstance(opened, list):
-        total, answers = config.images, of_feeds(model, opened, config.images)
+        total, predictions = config.images, of_feeds(model, opened, config.images)
     else:
         total = config.images or opened.n_images or opened.epoch or 100
         total = min(total, opened.n_images or total)
-        answers = of_source(model, opened, total)
+        predictions = of_source(model, opened, total)
     print_line = table_printer(model.classes, config.top) if config.table else json_printer(model.classes, config.top)
     with ExitStack() as stack:
         write = None if config.csv is None else stack.enter_context(csv_writer(Path(config.csv), model.classes))
-        stack.enter_context(closing(answers))
+        stack.enter_context(closing(predictions))
         bar = stack.enter_context(Progress("classified", total, quiet=sys.stdout.isatty()))
-        for batch in answers:
-            for answer in batch:
-                print_line(answer)
+        for batch in predictions:
+            for prediction in batch:
+                print_line(prediction)
             sys.stdout.flush()
             if write is not None:
                 write(batch)
             bar.advance(len(batch))
 
 
-def open_model(path: Path, fraction: float | None = None, served: bool = False) -> Model:
-    """The classifier of a run, or of an exported file."""
+def open_predictor(path: Path, fraction: float | None = None, served: bool = False) -> Predictor:
+    """The classifier of a run, of a pretrained directory, or of an exported file."""
     if served and fraction is not None:
         raise UserError("both --served and --fraction are given: use one of them")
-
-    if path.is_file():
-        _refuse(path, fraction, served)
-        return open_exported(path)
-    if not (path / "config.json").is_file():
+    if not path.is_file() and not (path / "config.json").is_file():
         raise UserError(f"{path} is no run directory, and nothing that 'streamclr export' wrote")
+    if path.is_file():
+        _refuse_choice(path, fraction, served)
+        return open_exported(path)
     import torch
 
+    from streamclr.models.heads import Heads
     from streamclr.models.pretrained import from_pretrained, is_pretrained
-
-    if is_pretrained(path):
-        _refuse(path, fraction, served)
-        pretrained = from_pretrained(path)
-        return Model(pretrained.classes, pretrained.size, lambda images: pretrained(images)[0].numpy())
-    from streamclr.encoders.inference import infer
-    from streamclr.models.shipped import scaled
-    from streamclr.models.versions import Versions
     from streamclr.records.directory import RunDirectory
 
-    directory = RunDirectory.existing(path)
-    if served:
-        version = Versions(directory).look()
-        if version is None:
-            raise UserError(f"{path} serves no version: run with --predict, and give it labels")
-        model, head, classes = version.model, version.head, list(version.classes)
-    else:
-        model, encoder = directory.newest_model()
-        head, classes = directory.load_classifier(fraction, encoder)
-    size = directory.config.size
-    assert size is not None
-
-    def classify(images: np.ndarray) -> np.ndarray:
-        square = scaled(torch.from_numpy(images), size).byte()  # as an exported file does
-        return head(infer(model, square, model.features).cpu()).softmax(1).numpy()
-
-    return Model(classes, size, classify)
+    if is_pretrained(path):
+        _refuse_choice(path, fraction, served)
+        pretrained = from_pretrained(path)
+        return Predictor(pretrained.classes, pretrained.size, lambda images: pretrained(images)[0].numpy())
+    classifier = Heads(RunDirectory.existing(path)).load(fraction, served)
+    return Predictor(
+        classifier.classes,
+        classifier.size,
+        lambda images: classifier.probabilities(torch.from_numpy(images)).numpy(),
+    )
 
 
-def classified(model: Model, images: np.ndarray) -> np.ndarray:
+def classified(model: Predictor, images: np.ndarray) -> np.ndarray:
     probabilities = model.classify(images)
     if not np.isfinite(probabilities).all():
         raise UserError("the model gives probabilities that are no numbers: train and export it again")
     return probabilities
 
 
-def _refuse(path: Path, fraction: float | None, served: bool) -> None:
-    """What chooses among the classifiers of a run."""
+def _refuse_choice(path: Path, fraction: float | None, served: bool) -> None:
+    """The options that choose among the heads of a run are not for a file with one."""
     if served or fraction is not None:
         raise UserError(f"--{'served' if served else 'fraction'} is for a run: {path} has one classifier")
 
 
-def of_source(model: Model, source: Source, n_images: int) -> Generator[list[Prediction]]:
-    """The answers to the first images of a source, as many at a time as are computed at once."""
+def of_source(model: Predictor, source: Source, n_images: int) -> Generator[list[Prediction]]:
+    """The predictions for the first images of a source, in batches."""
     place, at_once = 0, 1
     file = source.file if isinstance(source, DatasetSource) else lambda number: None
     while place < n_images:
@@ -158,8 +143,8 @@ def of_source(model: Model, source: Source, n_images: int) -> Generator[list[Pre
         place += len(numbers)
 
 
-def of_feeds(model: Model, feeds: list[Feed], n_images: int | None) -> Generator[list[Prediction]]:
-    """The answers to the frames of cameras and recordings, one by one: somebody waits for each."""
+def of_feeds(model: Predictor, feeds: list[Feed], n_images: int | None) -> Generator[list[Prediction]]:
+    """The predictions for the frames of cameras and recordings, one by one: somebody waits for each."""
     cameras, last = CameraFrames(feeds), "none came"
 
     def tell() -> bool:
@@ -174,7 +159,7 @@ def of_feeds(model: Model, feeds: list[Feed], n_images: int | None) -> Generator
             for images in frames:
                 tell()
                 yield [Prediction(cameras.position - 1, classified(model, images)[0])]
-    finally:  # also of a camera that somebody stops
+    finally:  # also when somebody stops it
         tell()
         if rejected := cameras.account.rejected:
             say(f"streamclr: rejected: {', '.join(f'{n:,} {reason}' for reason, n in rejected.most_common())}")
@@ -183,16 +168,16 @@ def of_feeds(model: Model, feeds: list[Feed], n_images: int | None) -> Generator
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The ways to tell an answer
+# The forms of output.
 
 
 def json_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]:
-    def print_line(answer: Prediction) -> None:
-        line: dict[str, Any] = {"image": answer.image} | ({"file": answer.file} if answer.file else {})
-        if answer.rejected:
-            line["rejected"] = answer.rejected
+    def print_line(prediction: Prediction) -> None:
+        line: dict[str, Any] = {"image": prediction.image} | ({"file": prediction.file} if prediction.file else {})
+        if prediction.rejected:
+            line["rejected"] = prediction.rejected
         else:
-            top = [{"class": name, "probability": value} for name, value in answer.top(n_top, classes)]
+            top = [{"class": name, "probability": value} for name, value in prediction.top(n_top, classes)]
             line |= top[0] | ({"top": top} if n_top > 1 else {})
         print(json.dumps(line))
 
@@ -200,29 +185,31 @@ def json_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]
 
 
 def table_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]:
-    """A table that never waits for its last row; the head stands above the first."""
+    """A table row by row, as the predictions come; the heading stands above the first."""
     width = min(40, max(5, *map(_width, map(_printable, classes))))
     head: list[str] | None = [f"{'class':<{width}}  {'probability':<11}"] * min(n_top, len(classes))
 
-    def print_line(answer: Prediction) -> None:
+    def print_line(prediction: Prediction) -> None:
         nonlocal head
         if head is not None:
             print("   image  " + "  ".join(head).rstrip())
             head = None
-        cells = [f"{_padded(name, width)}  {value:<11.4f}" for name, value in answer.top(n_top, classes)]
-        said = "  ".join(cells) or f"rejected: {answer.rejected}"
-        print(f"{answer.image:>8}  {said}".rstrip() + (f"  {_printable(answer.file)}" if answer.file else ""))
+        cells = [f"{_padded(name, width)}  {value:<11.4f}" for name, value in prediction.top(n_top, classes)]
+        said = "  ".join(cells) or f"rejected: {prediction.rejected}"
+        print(
+            f"{prediction.image:>8}  {said}".rstrip() + (f"  {_printable(prediction.file)}" if prediction.file else "")
+        )
 
     return print_line
 
 
 def _printable(text: str) -> str:
-    """Without what would steer a terminal: class names are whatever somebody called a folder."""
+    """Without control characters, which would act on a terminal: a class name may be any folder's name."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def _width(text: str) -> int:
-    """In columns of a terminal, of which some scripts take two for a character, and accents none."""
+    """In columns of a terminal: some scripts take two for a character, accents take none."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
 
@@ -236,20 +223,20 @@ def _padded(text: str, width: int) -> str:
 
 @contextmanager
 def csv_writer(path: Path, classes: list[str]) -> Iterator[Callable[[list[Prediction]], None]]:
-    """Into a new file, row by row as they come."""
+    """Writes into a new file, row by row as the predictions come."""
     try:
         with path.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file:
             sheet = csv.writer(file)
             sheet.writerow(["image", "file", "class", "probability", "rejected", *(f"P({name})" for name in classes)])
 
-            def write(answers: list[Prediction]) -> None:
-                for answer in answers:
-                    which = [answer.image, cell.written(answer.file or "")]
-                    if answer.probabilities is None:
-                        sheet.writerow([*which, "", "", answer.rejected, *[""] * len(classes)])
+            def write(predictions: list[Prediction]) -> None:
+                for prediction in predictions:
+                    which = [prediction.image, cell.written(prediction.file or "")]
+                    if prediction.probabilities is None:
+                        sheet.writerow([*which, "", "", prediction.rejected, *[""] * len(classes)])
                     else:
-                        ((name, value),) = answer.top(1, classes)
-                        each = [round(float(p), 6) for p in answer.probabilities]
+                        ((name, value),) = prediction.top(1, classes)
+                        each = [round(float(p), 6) for p in prediction.probabilities]
                         sheet.writerow([*which, cell.written(name), value, "", *each])
                 file.flush()
 
@@ -257,6 +244,6 @@ def csv_writer(path: Path, classes: list[str]) -> Iterator[Callable[[list[Predic
     except FileExistsError:
         raise UserError(f"{path} exists already: give another --csv, nothing is overwritten") from None
     except OSError as error:
-        if error.filename is not None or isinstance(error, BrokenPipeError):  # of somebody else's
+        if error.filename is not None or isinstance(error, BrokenPipeError):  # of another file
             raise
         raise UserError(f"cannot write {path} ({error.strerror}): make room, or give another --csv") from None

@@ -1,4 +1,4 @@
-"""A model in the layout of Hugging Face's hub: config.json, model.safetensors and a card. Nothing in it is executed."""
+"""A pretrained directory in the layout of Hugging Face's hub: config.json, model.safetensors and a card; no code."""
 
 import copy
 import hashlib
@@ -21,24 +21,23 @@ from torch import Tensor, nn
 from streamclr.base.errors import UserError
 from streamclr.base.files import sha256_of, sync, write_new
 from streamclr.base.tensors import load_checked
-from streamclr.classifier import Head
+from streamclr.classifier import Classifier, Head
 from streamclr.encoders.inference import checked_images, inference_mode
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture
 from streamclr.models.card import Card, card_text
-from streamclr.models.shipped import Shipped
 
 VERSION = 1  # of the layout
-LARGEST_CONFIG = 2**24  # bytes: some two hundred thousand class names
-AT_ONCE = 64  # images
+MAX_CONFIG_BYTES = 2**24  # about two hundred thousand class names
+BATCH_SIZE = 64  # images
 
 
 class Pretrained:
-    """A model with its classifier, copied to the CPU: whoever gave them may go on with theirs.
+    """A classifier with its projection head and card; a copy, on the CPU.
 
-    model: encoder and projection head; a Learner goes on with it, and then the classifier is to be trained anew.
+    model: encoder and projection head. A Learner can go on with it; then the head has to be trained again.
     size: side of the images that the encoder learned from.
-    card: what is known about how it came to be.
+    card: what is known about how the model was made.
     """
 
     def __init__(
@@ -48,13 +47,13 @@ class Pretrained:
         n_classes = head.linear.out_features
         if len(classes) != n_classes or len(set(classes)) != n_classes:
             raise UserError(f"{len(set(classes))} different class names for {n_classes} classes: give one for each")
-        self.shipped = Shipped(copy.deepcopy(model).cpu(), copy.deepcopy(head).cpu(), size)
-        self.model.requires_grad_()  # Shipped has frozen it
-        self.classes, self.card = list(classes), Card() if card is None else card
+        self.classifier = Classifier(copy.deepcopy(model).cpu(), copy.deepcopy(head).cpu(), classes, size)
+        self.model.requires_grad_()  # a classifier is frozen, and a Learner goes on with its encoder
+        self.card = Card() if card is None else card
 
     @property
     def model(self) -> ContrastiveModel:
-        return self.shipped.model
+        return self.classifier.model
 
     @property
     def encoder(self) -> nn.Module:
@@ -62,7 +61,11 @@ class Pretrained:
 
     @property
     def size(self) -> int:
-        return self.shipped.size
+        return self.classifier.size
+
+    @property
+    def classes(self) -> list[str]:
+        return self.classifier.classes
 
     @property
     def mean(self) -> list[float]:
@@ -74,14 +77,14 @@ class Pretrained:
 
     def __call__(self, images: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8, n x 3 x H x W, of any height and width. Returns probabilities, n x classes, and features, n x d."""
-        with inference_mode(self.shipped):
-            parts = [self.shipped(part) for part in checked_images(images, "the batch").split(AT_ONCE)]
+        with inference_mode(self.classifier):
+            parts = [self.classifier(part) for part in checked_images(images, "the batch").split(BATCH_SIZE)]
         probabilities, features = zip(*parts, strict=True)
         return torch.cat(probabilities), torch.cat(features)
 
 
 def save_pretrained(pretrained: Pretrained, path: str | Path) -> None:
-    """Write the directory, which must be new or empty: whole or not at all, and only what can be loaded again."""
+    """Write the directory, which must be new or empty: completely or not at all, and only if it can be loaded again."""
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already: give another directory, nothing is overwritten")
@@ -117,9 +120,9 @@ def files_of(pretrained: Pretrained) -> dict[str, bytes]:
 def from_pretrained(path: str | Path) -> Pretrained:
     """The model in a directory that `save_pretrained` or `streamclr export --format pretrained` has written.
 
-    What is damaged, foreign or of a later version is an error, before memory is taken for it.
+    A damaged or foreign directory, or one of a later version, is an error before memory is taken for it.
     """
-    config = _read_config(Path(path) / "config.json")
+    config = read_config(Path(path) / "config.json")
     file = Path(path) / "model.safetensors"
     architecture = Architecture(*(config[name] for name in Architecture._fields))
     with torch.device("meta"):  # shapes, and nothing in memory
@@ -129,7 +132,9 @@ def from_pretrained(path: str | Path) -> Pretrained:
     if sha256_of(file) != config["sha256"]:
         raise UserError(f"{file} is damaged, or not the one that {file.parent}/config.json is for: its SHA-256 differs")
     model.to_empty(device="cpu")
-    head = Head(model.n_features, fc.out_features)
+    linear = {f"linear.{name}": tensors[f"fc.{name}"] for name in fc.state_dict()}
+    scale = {"mean": torch.zeros(model.n_features), "std": torch.ones(model.n_features)}
+    head = Head.from_state(linear | scale, str(file))
     with torch.no_grad():
         for name, tensor in _named(model, head.linear).items():
             tensor.copy_(tensors[name])
@@ -139,7 +144,7 @@ def from_pretrained(path: str | Path) -> Pretrained:
 
 
 def is_pretrained(path: Path) -> bool:
-    """Whether a directory is for this, damaged or not, and no run, which has a config.json as well."""
+    """Whether a directory is a pretrained one, damaged or not; a run directory has a config.json as well."""
     try:
         return "library_name" in json.loads((path / "config.json").read_text("utf-8"))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -147,7 +152,7 @@ def is_pretrained(path: Path) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# model.safetensors: the encoder under torchvision's names, the classifier as its `fc`, the projection head beside them.
+# model.safetensors: the encoder under torchvision's names, the head as its `fc`, and the projection head.
 
 
 def _named(model: ContrastiveModel, fc: nn.Module) -> dict[str, Tensor]:
@@ -157,12 +162,12 @@ def _named(model: ContrastiveModel, fc: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(pretrained: Pretrained) -> dict[str, Tensor]:
-    named = _named(pretrained.model, folded(pretrained.shipped.head))
+    named = _named(pretrained.model, folded(pretrained.classifier.head))
     return {name: tensor.contiguous() for name, tensor in named.items()}
 
 
 def folded(head: Head) -> nn.Linear:
-    """The classifier as one linear layer: weight / std, and bias - weight / std · mean, rounded once, at the end."""
+    """The head as one linear layer: weight / std, and bias - weight / std · mean, rounded once, at the end."""
     linear = nn.utils.skip_init(nn.Linear, head.linear.in_features, head.linear.out_features)
     with torch.no_grad():
         weight = head.linear.weight.double() / head.std.double()
@@ -194,17 +199,17 @@ def _config(pretrained: Pretrained, sha256: str) -> dict[str, Any]:
 
 
 def _short(tensor: Tensor) -> list[float]:
-    """The shortest numbers that are these in float32: 0.485, not 0.48500001430511475."""
+    """The shortest decimals that give the same float32: 0.485, not 0.48500001430511475."""
     return [float(str(value)) for value in tensor.flatten().numpy()]
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
     """Checked field by field."""
     if not file.is_file():
         raise UserError(f"{file.parent} holds no model: it has no config.json")
     try:
-        if (size := file.stat().st_size) > LARGEST_CONFIG:
-            raise ValueError(f"it has {size} bytes, and may have {LARGEST_CONFIG}")
+        if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has {size} bytes, and may have {MAX_CONFIG_BYTES}")
         content = json.loads(file.read_text("utf-8"), parse_constant=_refuse)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error})") from None

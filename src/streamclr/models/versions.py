@@ -1,35 +1,33 @@
-"""What a run serves while it learns: an encoder as it once was with the head that was trained on it, in versions."""
+"""The versions of a run's classifier that `run --predict` serves while it learns, and rollback to an earlier one."""
 
 import fcntl
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import say
-from streamclr.base.tensors import load_weights
-from streamclr.classifier import Head
-from streamclr.encoders.inference import infer
-from streamclr.encoders.projection import ContrastiveModel
+from streamclr.classifier import Classifier, Head
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 
-N_VERSIONS = 5  # that are kept
-BACK = ".back"  # behind the number of a version that was rolled back
+N_VERSIONS = 5  # kept on disk
+BACK = ".back"  # suffix of a version that was rolled back
 
 
 class Score(NamedTuple):
-    """How well a version does on the labels that were held back."""
+    """How well a version does on the labels held back."""
 
     right: int
     n: int
-    loss: float  # the mean of -log of the probability of the true class; 0 if there are none
+    loss: float  # mean of -log of the probability of the true class; 0 without labels
 
     def __str__(self) -> str:
         return f"{self.right} of {self.n}" if self.n else "none"
@@ -37,29 +35,27 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Version:
-    """An encoder, its head, and how they came to be served. Both are frozen: any thread may use them."""
+    """A classifier that is or was served, with the labels that it was trained and measured on."""
 
-    model: ContrastiveModel
-    head: Head
-    classes: tuple[str, ...]
+    classifier: Classifier
     step: int  # of the learner whose encoder this is
     trained_on: frozenset[str]  # keys of labels
     held_back: frozenset[str]
-    score: Score  # on those held back, when it was taken
-    number: int = 0  # 0 until it is taken
+    score: Score  # on the labels held back, when the version was accepted
+    number: int = 0  # 0 until it is accepted
 
-    def __post_init__(self) -> None:
-        self.model.eval().requires_grad_(False)
-        self.head.eval().requires_grad_(False)
+    @property
+    def classes(self) -> list[str]:
+        return self.classifier.classes
 
     def probabilities(self, images: Tensor) -> Tensor:
         """n x classes."""
-        return self.head(infer(self.model, images, self.model.features).cpu()).softmax(1)
+        return self.classifier.probabilities(images)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "model": self.model.state_dict(),
-            "head": self.head.state_dict(),
+            "model": self.classifier.model.state_dict(),
+            "head": self.classifier.head.state_dict(),
             "classes": list(self.classes),
             "step": self.step,
             "trained_on": sorted(self.trained_on),
@@ -68,7 +64,7 @@ class Version:
         }
 
     def about(self) -> dict[str, Any]:
-        """For results and whoever looks."""
+        """For results.json, status and metrics."""
         right, n, _ = self.score
         return {
             "version": self.number,
@@ -84,21 +80,21 @@ class Version:
 
 
 class Versions:
-    """The versions of a run in its directory `served`, of which the newest that is whole is served.
+    """The versions in a run's directory `served`; the newest intact one is served.
 
-    Another process may roll back at any time: `look` finds that. Threads share one of these.
-    tell: what to do with a line about what happened to the versions.
+    Another process may roll back at any time: `look` notices it. Threads share one object.
+    tell: called with a line about each change.
     """
 
     def __init__(self, directory: RunDirectory, tell: Callable[[str], None] = say):
         self.directory, self.tell = directory, tell
         self.current: Version | None = None
         self._versions = Checkpoints(directory.path / "served", N_VERSIONS)
-        self._numbers: list[int] = []  # when it was last looked
+        self._numbers: list[int] = []  # at the last look
         self._lock = threading.Lock()
 
     def look(self) -> Version | None:
-        """What is served now. It waits for nobody: while a version is being taken it is the one before."""
+        """The version that is served now. Never blocks: while another thread changes it, this is the one before."""
         if self._lock.acquire(blocking=False):
             try:
                 self._look()
@@ -107,7 +103,7 @@ class Versions:
         return self.current
 
     def _look(self) -> None:
-        """Files are read only when there are others than before."""
+        """Read files only if the numbers have changed."""
         numbers = self._versions.numbers()
         if numbers != self._numbers:
             was, self.current = self.current, self._newest(numbers)
@@ -123,24 +119,28 @@ class Versions:
             try:
                 return self._load(number)
             except (UserError, FileNotFoundError) as error:
-                self.tell(f"{error}: version {number} is passed over for the one before")
+                self.tell(f"{error}: skipping version {number} for the one before")
         return None
 
     def _load(self, number: int) -> Version:
         state, where = self._versions.load(number), str(self._versions.directory / f"{number:010}")
         try:
-            classes, n_features = tuple(map(str, state["classes"])), state["head"]["mean"].shape[0]
             model = self.directory.model_with(state["model"], where)
-            head = Head(n_features, len(classes))
-            load_weights(head, state["head"], where)
+            head = Head.from_state(state["head"], where)
+            classifier = Classifier(model, head, list(map(str, state["classes"])), self.directory.image_size)
             trained_on, held_back = (frozenset(state[name]) for name in ("trained_on", "held_back"))
-            score = Score(*state["score"])
-            return Version(model, head, classes, state["step"], trained_on, held_back, score, number)
+            return Version(classifier, state["step"], trained_on, held_back, Score(*state["score"]), number)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise UserError(f"{where} holds no encoder and head ({error!r})") from None
 
+    def facts(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Each version's directory and state without the weights, the newest first; damaged ones are left out."""
+        for number in reversed(self._versions.numbers()):
+            with suppress(UserError, OSError):
+                yield self._versions.directory / f"{number:010}", self._versions.facts(number)
+
     def take(self, version: Version, instead_of: Version | None) -> Version | None:
-        """Serve this one from now on; None if another than `instead_of` is served meanwhile, because of a rollback."""
+        """Serve this version from now on. None if `instead_of` is no longer the one served: someone rolled back."""
         with self._alone():
             self._look()
             if self.current is not instead_of:
@@ -151,19 +151,21 @@ class Versions:
             return taken
 
     def _next(self) -> int:
-        """A number is never used again, so that a line in predictions.jsonl says what it says for ever."""
+        """A number is never used twice: lines in predictions.jsonl name versions by it."""
         names = [path.name.removesuffix(BACK) for path in self._versions.directory.iterdir()]
         return max((int(name) for name in names if name.isdecimal()), default=0) + 1
 
     def rollback(self) -> tuple[Version, Version]:
-        """Serve the version before. Returns the one that is served now, and the one that was."""
+        """Serve the version before. Returns the version that is served now and the one that was."""
         if not self._versions.numbers():
             raise UserError(f"{self.directory.path} serves no version: run with --predict, and give it labels")
         with self._alone():
             self._look()
             was = self.current
             if was is None:
-                raise UserError(f"no version in {self._versions.directory} is whole: the run takes the next good one")
+                raise UserError(
+                    f"all versions in {self._versions.directory} are damaged: let the run go on, it will make a new one"
+                )
             before = self._newest([number for number in self._numbers if number < was.number])
             if before is None:
                 raise UserError(f"version {was.number} is the first of {self.directory.path}: there is none before it")
@@ -171,17 +173,17 @@ class Versions:
             return before, was
 
     def _put_aside(self, numbers: list[int]) -> None:
-        """By one rename each: served or not. They stay there, for their numbers and for a second thought."""
+        """By one rename each. The newest stay on disk: their numbers must not be used again."""
         versions = self._versions.directory
         for earlier in versions.glob(f"*{BACK}"):
-            if earlier.name < f"{min(numbers):010}":  # the highest number is never given again
+            if earlier.name < f"{min(numbers):010}":  # the highest number has to stay
                 shutil.rmtree(earlier, ignore_errors=True)
         for path in [versions / f"{number:010}" for number in numbers]:
             path.rename(path.with_name(path.name + BACK))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other thread or process takes or rolls back a version meanwhile."""
+        """Lock out other threads and processes that change versions."""
         with self._lock:
             self._versions.directory.mkdir(exist_ok=True)
             lock = os.open(self._versions.directory, os.O_RDONLY)

@@ -1,51 +1,49 @@
-"""Weights and whole states in safetensors, written whole or not at all, and checked before they are used."""
+"""States of a run on the disk: written completely or not at all, and checked before they are used."""
 
 import hashlib
 import json
 import math
 import os
 import shutil
-import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import sha256_of, sync, write_new
 from streamclr.base.progress import say
-from streamclr.base.tensors import DTYPES, load_tensors
+from streamclr.base.tensors import load_tensors, safetensors_parts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A checkpoint is a directory, named by the number of its step: state.safetensors with the tensors of a state, and
-# manifest.json with everything else in it and the SHA-256 of both. It appears by one rename: whole or not at all.
+# manifest.json with everything else and the SHA-256 of both. It appears by one rename: complete or not at all.
 
 
 class Checkpoints:
-    """The last few states of a run, in a directory of its own."""
+    """The last `keep` states of a run, in a directory of their own."""
 
     def __init__(self, directory: Path, keep: int = 3):
         self.directory, self.keep = directory, keep
 
     def save(self, number: int, state: Mapping[str, Any]) -> int:
-        """Write a state, which is on the disk when this returns, and drop the oldest. Returns the bytes written."""
+        """Write a state, flush it to the disk, and drop the oldest. Returns the number of bytes written."""
         final, part = self.directory / f"{number:010}", self.directory / f".part-{number:010}"
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in self.directory.glob(".part-*"):  # of a process that was killed
+        for left in self.directory.glob(".part-*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         try:
             os.mkdir(part)
             tensors: dict[str, Tensor] = {}
             tree = _without_tensors(state, "", tensors)
-            sha256, n_tensors = write_new(part / STATE, _safetensors(tensors))
+            sha256, n_tensors = write_new(part / STATE, safetensors_parts(tensors))
             manifest = _manifest({"number": number, "sha256": sha256, "bytes": n_tensors, "state": tree})
             _, n_manifest = write_new(part / MANIFEST, [manifest])
             sync(part)
-            shutil.rmtree(final, ignore_errors=True)  # of a run that went back behind it
+            shutil.rmtree(final, ignore_errors=True)  # of a run that resumed from an earlier step
             os.rename(part, final)
             sync(self.directory)
         except BaseException:
@@ -56,45 +54,50 @@ class Checkpoints:
         return n_tensors + n_manifest
 
     def drop_after(self, number: int) -> None:
-        """Forget what came after a step, because the run goes on from there."""
+        """Delete the checkpoints after a step: the run resumes from there."""
         for later in self.numbers():
             if later > number:
                 shutil.rmtree(self.directory / f"{later:010}")
 
     def numbers(self) -> list[int]:
-        """The steps of which there is a checkpoint, whole or damaged, oldest first."""
+        """The steps that have a checkpoint, intact or damaged, oldest first."""
         if not self.directory.is_dir():
             return []
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
 
     def latest(self, most: float = math.inf) -> tuple[int, dict[str, Any]] | None:
-        """Number and state of the newest checkpoint that verifies; one that does not is said and passed over.
-
-        most: the number that it may have at most.
-        """
+        """Number and state of the newest intact checkpoint up to step `most`; damaged ones are reported and skipped."""
         for number in reversed([number for number in self.numbers() if number <= most]):
             try:
                 return number, self.load(number)
             except (UserError, FileNotFoundError) as error:
                 say(f"streamclr: {error}; going back to the checkpoint before")
-            except OSError as error:  # what cannot be read now is not damaged: nothing may be done without it
+            except OSError as error:  # not damaged, only unreadable now: resuming from an older one would lose it
                 where = self.directory / f"{number:010}"
                 raise UserError(f"{where} cannot be read ({error.strerror or error}): try again") from None
         return None
 
     def load(self, number: int) -> dict[str, Any]:
-        """A state, of which every byte has been checked."""
+        """Load a state, after checking every byte of it."""
+        content, file = self._manifest(number), self.directory / f"{number:010}" / STATE
+        if sha256_of(file) != content["sha256"]:
+            raise UserError(f"{file} is damaged: its checksum differs")
+        return _with_tensors(content["state"], load_tensors(file))
+
+    def facts(self, number: int) -> dict[str, Any]:
+        """A state without its tensors, which are not read."""
+        return self._manifest(number)["state"]
+
+    def _manifest(self, number: int) -> dict[str, Any]:
         path = self.directory / f"{number:010}"
         content = _read_manifest(path / MANIFEST)
         if content["number"] != number:
             raise UserError(f"{path} is damaged: it is the checkpoint of step {content['number']}")
-        if sha256_of(path / STATE) != content["sha256"]:
-            raise UserError(f"{path / STATE} is damaged: its checksum differs")
-        return _with_tensors(content["state"], load_tensors(path / STATE))
+        return content
 
 
 class Pace:
-    """When a checkpoint is due: every so many steps and minutes, more of these if it would be above a GiB an hour."""
+    """When a checkpoint is due: every N steps or minutes, less often where that would write more than a GiB an hour."""
 
     def __init__(self, checkpoints: Checkpoints, minutes: float, steps: int | None = None, quiet: bool = False):
         if not 0 <= minutes < math.inf:
@@ -107,17 +110,17 @@ class Pace:
         self._reported = quiet
 
     def due(self) -> bool:
-        """To be asked once after each step."""
+        """Whether to save now; call it once after each step."""
         self._n_steps += 1
         in_time = bool(self.seconds) and time.monotonic() - self._last >= self._wait
         return (self.steps is not None and self._n_steps >= self.steps) or in_time
 
     def save(self, number: int, state: Mapping[str, Any]) -> bool:
-        """A disk that is full or fails is said, and the run goes on: the checkpoints before this one are whole."""
+        """Save a checkpoint. A full or failing disk is reported and the run goes on: earlier checkpoints are intact."""
         self._last, self._n_steps = time.monotonic(), 0
         try:
             n_bytes = self.checkpoints.save(number, state)
-            self._wait = max(self.seconds, 3600 * n_bytes / MOST_AN_HOUR)
+            self._wait = max(self.seconds, 3600 * n_bytes / MAX_BYTES_PER_HOUR)
             if self.seconds and not self._reported:
                 an_hour = 3600 / self._wait * n_bytes / 2**30
                 how_often = f"one every {self._wait / 60:.0f} minutes, {an_hour:.2g} GiB an hour"
@@ -133,13 +136,13 @@ class Pace:
         return False
 
 
-MOST_AN_HOUR = 2**30  # bytes
+MAX_BYTES_PER_HOUR = 2**30
 STATE, MANIFEST = "state.safetensors", "manifest.json"
-_TENSOR = "$tensor"  # in the manifest stands {"$tensor": name} for a tensor
+_TENSOR = "$tensor"  # the manifest has {"$tensor": name} in place of a tensor
 
 
 def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree with a name for each tensor, which goes into `tensors`."""
+    """The tree with a name in place of each tensor; the tensors go into `tensors`."""
     if isinstance(tree, Tensor):
         tensors[name] = tree
         return {_TENSOR: name}
@@ -162,21 +165,8 @@ def _with_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
     return [_with_tensors(value, tensors) for value in tree] if isinstance(tree, list) else tree
 
 
-def _safetensors(tensors: dict[str, Tensor]) -> Iterable[bytes | memoryview]:
-    """The parts of a safetensors file, a tensor at a time, so that it is never in memory as a whole."""
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for tensor in tensors.values():
-        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
 def _manifest(content: dict[str, Any]) -> bytes:
-    """A line with the checksum of the rest, and the content in JSON."""
+    """A line with the checksum of the rest, then the content as JSON."""
     text = json.dumps(content, allow_nan=True).encode()
     return json.dumps({"manifest_sha256": hashlib.sha256(text).hexdigest()}).encode() + b"\n" + text + b"\n"
 

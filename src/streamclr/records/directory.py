@@ -20,8 +20,7 @@ from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import held, json_line, read_json, write_json
 from streamclr.base.progress import say
-from streamclr.base.tensors import load_metadata, load_tensors, load_weights, save_tensors
-from streamclr.classifier import Head
+from streamclr.base.tensors import load_tensors, load_weights, save_tensors
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
@@ -222,64 +221,20 @@ class RunDirectory:
             raise UserError(f"no encoder yet: the first checkpoint of {self.path.name} is to come")
         return found[1]["learner"], f"the encoder of step {found[0]}"
 
+    @property
+    def image_size(self) -> int:
+        """Side of the images that the encoder learns from."""
+        size = self.config.size
+        if size is None:
+            raise UserError(f"{self.path / 'config.json'} has no size: it is not of a run that has begun")
+        return size
+
     def model_with(self, weights: dict[str, torch.Tensor], where: str) -> ContrastiveModel:
         """The run's model with these weights, which came from there."""
         config = self.config
         model = ContrastiveModel(make_encoder(config))
         load_weights(model, weights, where)
         return model.to(find_device(config.device))
-
-    def save_classifiers(self, heads: dict[float, Head], classes: tuple[str, ...]) -> None:
-        tensors = {f"{fraction}/{k}": t for fraction, head in heads.items() for k, t in head.state_dict().items()}
-        save_tensors(self.path / "classifier.safetensors", tensors)
-        write_json(self.path / "classes.json", classes)
-
-    def class_names(self) -> list[str]:
-        """Those of the source, once its labels were used; none for a camera."""
-        file = self.path / "classes.json"
-        return read_json(file) if file.exists() else []
-
-    def save_labelled(
-        self, head: Head, classes: list[str], encoder: str, n_labels: int, accuracy: float | None
-    ) -> None:
-        """The classifier from a person's answers. encoder: the state of it whose features it was trained on."""
-        about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy}
-        save_tensors(self.path / "labelled.safetensors", head.state_dict(), about=json.dumps(about))
-
-    def about_labelled(self) -> dict[str, Any] | None:
-        """Its classes, encoder, number of labels and accuracy; None if there is no such classifier."""
-        file = self.path / "labelled.safetensors"
-        return json.loads(load_metadata(file)["about"]) if file.exists() else None
-
-    def forget_labelled(self) -> None:
-        """Its answers were taken back."""
-        (self.path / "labelled.safetensors").unlink(missing_ok=True)
-
-    def load_classifier(self, fraction: float | None = None, encoder: str = FINISHED) -> tuple[Head, list[str]]:
-        """The classifier of one label fraction and its class names; unless told, from a person's answers if there are
-        any, else of the largest fraction. encoder: the state of it that the classifier is to be used with."""
-        labelled, file = self.path / "labelled.safetensors", self.path / "classifier.safetensors"
-        if fraction is None and (about := self.about_labelled()) is not None:
-            if about["encoder"] != encoder:
-                raise UserError(
-                    f"{labelled} is for {about['encoder']}, not for {encoder}: streamclr label train {self.path}"
-                )
-            return _classifier(load_tensors(labelled), str(labelled)), about["classes"]
-        if not file.exists():
-            raise UserError(f"{self.path} has no classifier: its run is not finished, or its stream has no labels")
-        tensors = load_tensors(file)
-        fractions = sorted({float(key.split("/")[0]) for key in tensors})
-        fraction = fractions[-1] if fraction is None else fraction
-        if fraction not in fractions:
-            raise UserError(
-                f"{file} has no classifier for the fraction {fraction}: use {', '.join(map(str, fractions))}"
-            )
-        own = {key.split("/")[1]: t for key, t in tensors.items() if float(key.split("/")[0]) == fraction}
-        head, classes = _classifier(own, str(file)), self.class_names()
-        if not isinstance(classes, list) or len(classes) != head.linear.out_features:
-            n_classes = head.linear.out_features
-            raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {file}")
-        return head, classes
 
     def save_buffer(self, learner: Learner, stream: Stream) -> None:
         """The buffer with its features, and what the last step did not keep, with the guards that hid it."""
@@ -329,13 +284,6 @@ def open_directory(config: RunOptions, ranks: OneProcess) -> RunDirectory:
         first = RunDirectory.of(config) if ranks.index == 0 else None
     path = ranks.collect(first and os.path.abspath(first.path))[0]
     return RankDirectory(Path(path), ranks.index) if first is None else first
-
-
-def _classifier(tensors: dict[str, torch.Tensor], where: str) -> Head:
-    n_classes, n_features = tensors["linear.weight"].shape
-    head = Head(n_features, n_classes)
-    load_weights(head, tensors, where)
-    return head.eval().requires_grad_(False)
 
 
 # Options that change where and how a run is kept, not what it learns.

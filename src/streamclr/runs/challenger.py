@@ -1,4 +1,4 @@
-"""A new head on the newest encoder challenges the version that is served, and is taken only if it is not worse."""
+"""Trains a new head on the newest encoder while the run learns; it is served only if it is not worse than the last."""
 
 import hashlib
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.classifier import draw_labelled, train_head
+from streamclr.classifier import Classifier, draw_labelled, train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.session import pixels
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
     from streamclr.records.options import RunOptions
     from streamclr.streams.stream import Stream
 
-LEAST_LABELS, LEAST_OF_A_CLASS = 10, 3  # with fewer none is held back
-SHARE = 5  # one of so many of each class is held back
-MOST_LABELS = 5000  # of a dataset: as many as the learning curve takes
-ROUNDING = 1e-3  # of the log-loss: the same images in other batches give other last digits
-LOOK_EVERY = 1.0  # seconds: for new labels, and for a rollback
-AT_ONCE = 64  # images
-NICE = 10  # about a tenth of a core that others want as well; with 19 a head would take an hour on a busy device
+MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 3  # with fewer, none is held back
+HOLD_BACK_EVERY = 5  # of each class every fifth label is held back
+MAX_LABELS = 5000  # of a dataset; the learning curve takes as many
+LOSS_TOLERANCE = 1e-3  # the same images in other batches give other last digits
+LOOK_EVERY_SECONDS = 1.0  # for new labels, and for a rollback
+BATCH_SIZE = 64  # images
+NICE = 10  # about a tenth of a busy core; with 19 a head would take an hour
 NEVER_LABELS = "no labels at hand, so the frames get no class: with --label-budget a person can give some"
 NO_LABELS = "labels of fewer than two classes so far, so the frames get no class yet: streamclr label, or label import"
-FAILURES = (UserError, OSError, sqlite3.Error)  # that are told, and tried again with the next encoder
+FAILURES = (UserError, OSError, sqlite3.Error)  # that are reported; the next encoder is tried again
 
 
 class LabelSet(NamedTuple):
-    """The labels at hand."""
+    """Labels, and a function that reads their images."""
 
-    classes: dict[str, str]  # the name of its class by the key of each
-    images: Callable[[list[str]], tuple[Tensor, list[str]]]  # by key: those that can be read, and their keys
+    classes: dict[str, str]  # class name by key
+    images: Callable[[list[str]], tuple[Tensor, list[str]]]  # by keys: the readable images, and their keys
 
 
 class Answers:
-    """A person's labels: labels.sqlite of a run, which other processes write."""
+    """A person's labels, from labels.sqlite of a run; other processes write it."""
 
     def __init__(self, path: Path):
         self.path = path
         self._labels: Labels | None = None
-        self._change: int | None = None  # when they were last read
+        self._change: int | None = None  # at the last read
 
     def changed(self) -> bool:
-        """Perhaps: cheap enough to be asked every second."""
+        """Whether there may be new ones; cheap enough to call every second."""
         labels = self._opened()
         return labels is not None and labels.change() != self._change
 
     def _opened(self) -> Labels | None:
-        """There are none until somebody opens the labelling page."""
+        """None until somebody opens the labelling page."""
         if self._labels is None and self.path.exists():
             self._labels = Labels(self.path)
         return self._labels
@@ -71,7 +71,7 @@ class Answers:
         if labels is None:
             return LabelSet({}, self._images)
         self._change = labels.change()
-        answers, names = labels.answers(), labels.classes()  # in this order: no answer lacks its class
+        answers, names = labels.answers(), labels.classes()  # in this order, so that every answer's class is known
         given = {key: names[one.class_id] for key, one in answers.items() if one.class_id is not None}
         return LabelSet(given, self._images)
 
@@ -86,8 +86,8 @@ class Answers:
             self._labels.close()
 
 
-class Known:
-    """The labels that a dataset comes with."""
+class DatasetLabels:
+    """The labels of a dataset."""
 
     def __init__(self, images: Images, numbers: Tensor):
         self._source, self._numbers = images, numbers
@@ -109,43 +109,43 @@ class Known:
         pass
 
 
-def labels_at_hand(config: "RunOptions", path: Path, stream: "Stream") -> Answers | Known | None:
-    """A person's, if one is to be asked; else those of the source, of the run's largest label fraction."""
+def labels_at_hand(config: "RunOptions", path: Path, stream: "Stream") -> Answers | DatasetLabels | None:
+    """A person's labels, if one is asked; else those of the source, by the run's largest label fraction."""
     if config.label_budget is not None:
         return Answers(path / "labels.sqlite")
     train = stream.train
     if train is None:
         return None
     numbers = draw_labelled(train.labels, max(config.label_fractions), train.classes, config.seed)
-    if len(numbers) > MOST_LABELS:
-        numbers = numbers[torch.linspace(0, len(numbers) - 1, MOST_LABELS).long()]
-    return Known(train, numbers)
+    if len(numbers) > MAX_LABELS:
+        numbers = numbers[torch.linspace(0, len(numbers) - 1, MAX_LABELS).long()]
+    return DatasetLabels(train, numbers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def hold_back(classes: Mapping[str, str], rival: Version | None) -> set[str]:
-    """The keys of the labels that are not trained on but measured with: about a fifth of each class.
+    """The keys of the labels to measure with, not to train on: about a fifth of each class.
 
-    What was held back from the rival stays so, and what the rival was trained on is never held back, because it knows
-    the answer. Among the others a hash of the key decides, not the order in which they came.
+    Labels held back from the rival stay held back, and labels that the rival was trained on are never held back: it
+    knows their classes. Among the others a hash of the key decides, not the order in which they came.
     """
-    if len(classes) < LEAST_LABELS:
+    if len(classes) < MIN_LABELS:
         return set()
     before, known = (rival.held_back, rival.trained_on) if rival else (frozenset[str](), frozenset[str]())
     held: set[str] = set()
     for name in set(classes.values()):
         own = {key for key in classes if classes[key] == name}
-        if len(own) >= LEAST_OF_A_CLASS:
+        if len(own) >= MIN_LABELS_OF_CLASS:
             free = sorted(own - before - known, key=lambda key: hashlib.blake2b(key.encode()).digest())
-            still, n = own & before, max(1, round(len(own) / SHARE))
+            still, n = own & before, max(1, round(len(own) / HOLD_BACK_EVERY))
             held |= still | set(free[: max(0, n - len(still))])
     return held
 
 
 def score(probabilities: Tensor, classes: Sequence[str], truth: Sequence[str]) -> Score:
-    """Of n x classes. A class that is not among them cannot be told right, and has the probability 0."""
+    """Of probabilities, n x classes. A true class that is not among them counts as wrong, with the probability 0."""
     if not truth:
         return Score(0, 0, 0.0)
     place = {name: i for i, name in enumerate(classes)}
@@ -156,36 +156,35 @@ def score(probabilities: Tensor, classes: Sequence[str], truth: Sequence[str]) -
 
 
 def is_not_worse(new: Score, old: Score) -> bool:
-    """Right as often on the labels that were held back; if just as often, not less sure of the truth.
+    """More labels held back are right, or as many with no higher log-loss.
 
-    Of a handful of labels two heads tell as many right by chance, and a head that has lost half of what it knew may:
-    the log-loss still tells them apart.
+    On a handful of labels a much worse head may have as many right by chance; the log-loss still differs.
     """
-    return new.right > old.right or (new.right == old.right and new.loss <= old.loss + ROUNDING)
+    return new.right > old.right or (new.right == old.right and new.loss <= old.loss + LOSS_TOLERANCE)
 
 
 class Ended(Exception):
-    """The run ends: what is being done is left undone."""
+    """The run ends: stop at once."""
 
 
 class Challenger:
-    """Trains heads in a thread of its own, of low priority, with the labels at hand and copies of the encoder.
+    """Trains heads in a low-priority thread of its own, on copies of the encoder.
 
-    It wants one after a checkpoint and when labels have changed, and the loop gives it between two steps.
+    It asks for a copy (`wants`) after a checkpoint and when labels have changed; the loop gives it between two steps.
     """
 
     def __init__(
         self,
-        labels: Answers | Known | None,
-        served: Versions,
+        labels: Answers | DatasetLabels | None,
+        versions: Versions,
         model_with: Callable[[dict[str, Tensor], str], ContrastiveModel],
         tell: Callable[[str], None],
     ):
-        self.labels, self.served, self.model_with, self.tell = labels, served, model_with, tell
+        self.labels, self.versions, self.model_with, self.tell = labels, versions, model_with, tell
         self.wants = labels is not None
         self.n_taken = self.n_refused = 0
         self._offered: tuple[int, dict[str, Tensor]] | None = None
-        self._lock = threading.Lock()  # of wants and _offered, which change together
+        self._lock = threading.Lock()  # wants and _offered change together
         self._is_at_work = False
         self._last: tuple[int, dict[str, str]] | None = None  # the step and the labels of the last challenge
         self._told: set[str] = set()
@@ -198,17 +197,17 @@ class Challenger:
         self.wants = self.labels is not None
 
     def give(self, step: int, weights: dict[str, Tensor]) -> None:
-        """The model as it is after a step; the tensors are not to be changed any more."""
+        """Hand over the weights after a step; nobody may change these tensors afterwards."""
         with self._lock:
             self.wants, self._offered = False, (step, weights)
         self._wake.set()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a challenge is under way. What has ended the thread, if it is no more, is raised here."""
+        """Whether a challenge is under way. Raises what has ended the thread, if it has ended."""
         if self._thread.done():
             self._thread.result()
-        # What is offered is looked at first: the thread is at work before it takes it, so that it is never neither.
+        # In this order: the thread sets _is_at_work before it clears _offered, so one of them is always seen.
         return not self._ends and (self._offered is not None or self._is_at_work)
 
     def close(self) -> None:
@@ -219,7 +218,7 @@ class Challenger:
             self.labels.close()
 
     def _work(self) -> None:
-        torch.set_num_threads(1)  # of this thread: the learner has its own number
+        torch.set_num_threads(1)  # for this thread only
         if sys.platform == "linux":  # where a thread has a priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not self._ends:
@@ -235,16 +234,16 @@ class Challenger:
                 return
             finally:
                 self._is_at_work = False
-            self._wake.wait(LOOK_EVERY)
+            self._wake.wait(LOOK_EVERY_SECONDS)
             self._wake.clear()
 
     def _look(self) -> None:
-        self.served.look()
+        self.versions.look()
         if self.labels is None:
             self._tell_once(NEVER_LABELS)
         elif self.labels.changed():
             with self._lock:
-                if self._offered is None:  # else they are about to be read
+                if self._offered is None:  # else they will be read anyway
                     self.wants = True
 
     def _tell_once(self, event: str) -> None:
@@ -258,10 +257,10 @@ class Challenger:
         assert self.labels is not None
         labelled = self.labels.read()
         if self._last == (step, labelled.classes):
-            return  # a version that was rolled back is not made again
+            return  # so that a version that was rolled back is not made again
         self._last = step, labelled.classes
         while True:
-            rival = self.served.current
+            rival = self.versions.current
             challenger = self._trained(step, weights, labelled, rival)
             if challenger is None:
                 self._tell_once(NO_LABELS)
@@ -272,16 +271,16 @@ class Challenger:
                 self.n_refused += 1
                 self.tell(f"a new head of step {step} is refused: {refusal}")
                 return
-            taken = self.served.take(challenger, rival)
+            taken = self.versions.take(challenger, rival)
             if taken:
                 self.n_taken += 1
                 against = f"; version {rival.number} has {old} of them right" if rival and old and old.n else ""
                 self.tell(f"{taken} is served{against}")
                 return
-            # Somebody rolled back meanwhile: the rival is another one now.
+            # Somebody rolled back meanwhile: compare with the version that is served now.
 
     def _refusal(self, new: Version, rival: Version | None, old: Score | None) -> str:
-        """Why it is not taken; empty if it is."""
+        """Why the new version is refused; empty if it is accepted."""
         if not math.isfinite(new.score.loss):
             return "its probabilities are no numbers"
         if rival is None or old is None:
@@ -297,7 +296,7 @@ class Challenger:
     def _trained(
         self, step: int, weights: dict[str, Tensor], labelled: LabelSet, rival: Version | None
     ) -> Version | None:
-        """A head on these weights, measured on what is held back from it; None from fewer than two classes."""
+        """A head on these weights, measured on the labels held back; None with fewer than two classes."""
         held = hold_back(labelled.classes, rival)
         if len({name for key, name in labelled.classes.items() if key not in held}) < 2:
             return None
@@ -317,10 +316,11 @@ class Challenger:
         measured = sorted(held & rows.keys())
         probabilities = head(known[[rows[key] for key in measured]]).softmax(1)
         found = score(probabilities, classes, [labelled.classes[key] for key in measured])
-        return Version(model, head, tuple(classes), step, frozenset(trained_on), frozenset(measured), found)
+        classifier = Classifier(model, head, classes, self.versions.directory.image_size)
+        return Version(classifier, step, frozenset(trained_on), frozenset(measured), found)
 
     def _score_of(self, version: Version, labelled: LabelSet, held_back: frozenset[str]) -> Score:
-        """Of a version on the same labels, with its own encoder."""
+        """The score of a version on these labels, with its own encoder."""
         parts, truth = [torch.empty(0, len(version.classes))], list[str]()
         for images, good in self._batches(labelled, sorted(held_back)):
             parts.append(version.probabilities(images))
@@ -328,9 +328,9 @@ class Challenger:
         return score(torch.cat(parts), version.classes, truth)
 
     def _batches(self, labelled: LabelSet, keys: list[str]) -> Iterator[tuple[Tensor, list[str]]]:
-        for start in range(0, len(keys), AT_ONCE):
+        for start in range(0, len(keys), BATCH_SIZE):
             if self._ends:
                 raise Ended
-            images, good = labelled.images(keys[start : start + AT_ONCE])
+            images, good = labelled.images(keys[start : start + BATCH_SIZE])
             if good:
                 yield images, good

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import Progress
-from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
+from streamclr.classifier import Accuracy, Head, checked_labels, draw_labelled, knn_probe, linear_probe, train_head
 from streamclr.encoders.inference import infer, seeded
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.learner import checked_images
+from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
@@ -25,7 +27,7 @@ from streamclr.views import StrongViews
 
 
 class Extracted(NamedTuple):
-    """Of the labelled images that can be read: features (n x d on the CPU), labels, and their numbers."""
+    """Features (n x d on the CPU), labels and numbers of those labelled images that could be read."""
 
     features: Tensor
     labels: Tensor
@@ -35,22 +37,24 @@ class Extracted(NamedTuple):
 def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Extracted:
     """Features of labelled images: computed once, not augmented, the encoder frozen in eval mode."""
     numbers = torch.arange(len(images)) if numbers is None else numbers
-    parts, read = [], []
+    features, read = [], []
     bad: dict[int, BadFrame] = {}
     with Progress("features", len(numbers)) as bar:
         for chunk in numbers.split(1024):
             pixels, good, worse = readable(images, chunk.numpy())
             if len(good):
-                parts.append(infer(model, torch.from_numpy(pixels), model.features).cpu())
+                features.append(infer(model, checked_images(pixels, "a labelled image"), model.features).cpu())
             read.append(good)
             bad |= worse
             bar.advance(len(chunk))
-    tell_left_out(bad, len(numbers))
+    report_unreadable(bad, len(numbers))
     kept = np.concatenate(read)
-    return Extracted(torch.cat(parts), torch.from_numpy(images.labels[kept]), torch.from_numpy(kept))
+    return Extracted(
+        torch.cat(features), checked_labels(images.labels[kept], len(images.classes)), torch.from_numpy(kept)
+    )
 
 
-def tell_left_out(bad: dict[int, BadFrame], n: int) -> None:
+def report_unreadable(bad: dict[int, BadFrame], n: int) -> None:
     if not bad:
         return
     message = f"{len(bad)} of {n} labelled images cannot be read; {next(iter(bad.values()))}"
@@ -64,6 +68,43 @@ def _say_once(message: str) -> None:
     print(message, file=sys.stderr)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Accuracies. known: what a head or probe learns from; tested: what it is tested on.
+
+
+def head_accuracy(head: Head, tested: Extracted) -> Accuracy:
+    return Accuracy.of(head(tested.features).argmax(1), tested.labels, head.linear.out_features)
+
+
+def probe_accuracy(known: Extracted, tested: Extracted, n_classes: int) -> float:
+    """Of the linear probe."""
+    return head_accuracy(linear_probe(known.features, known.labels, n_classes), tested).top1
+
+
+def knn_accuracy(known: Extracted, tested: Extracted, n_classes: int) -> float:
+    predicted = knn_probe(known.features, known.labels, tested.features, n_classes)
+    return Accuracy.of(predicted, tested.labels, n_classes).top1
+
+
+def probes(known: Extracted, tested: Extracted, n_classes: int) -> dict[str, float]:
+    """Both probes, by their names in results.json."""
+    return {
+        "linear_probe": probe_accuracy(known, tested, n_classes),
+        "knn": knn_accuracy(known, tested, n_classes),
+    }
+
+
+def evenly_spaced(images: Images, most: int) -> Tensor:
+    """The numbers of at most so many images."""
+    return torch.linspace(0, len(images) - 1, min(len(images), most)).long()
+
+
+def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
+    """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
+    known, tested = extract(model, train, evenly_spaced(train, 5000)), extract(model, test, evenly_spaced(test, 2000))
+    return knn_accuracy(known, tested, len(train.classes))
+
+
 def train_supervised(
     encoder: Callable[[], nn.Module],
     images: Images,
@@ -74,10 +115,10 @@ def train_supervised(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> tuple[ContrastiveModel, Head]:
-    """The supervised baseline, first reading: a new encoder and a linear layer, end to end on the labels alone.
+    """The supervised baseline, first reading: a new encoder and a linear layer, trained end to end on the labels alone.
 
-    The views are crops of at least half of the image and flips. The second reading, a head on an untrained frozen
-    encoder, is `train_head` on the features of a new encoder.
+    The views are flips and crops of at least half of the image. The second reading is `train_head` on the features of
+    an untrained encoder.
     """
     with seeded(seed):
         model = ContrastiveModel(encoder()).to(device)
@@ -86,8 +127,9 @@ def train_supervised(
     views = StrongViews(scale=(0.5, 1.0), jitter=0, grey=0, blur=0)
     generator = torch.Generator(device).manual_seed(seed)
     read, good, bad = readable(images, numbers.numpy())
-    tell_left_out(bad, len(numbers))
-    pixels, labels = (torch.from_numpy(array).to(device) for array in (read, images.labels[good]))
+    report_unreadable(bad, len(numbers))
+    pixels = checked_images(read, "a labelled image").to(device)
+    labels = checked_labels(images.labels[good], len(images.classes)).to(device)
     with Progress(f"supervised on {len(numbers):,} labels, epochs", epochs) as bar:
         for _ in range(epochs):
             for batch in torch.randperm(len(pixels), generator=generator, device=device).split(batch_size):
@@ -99,22 +141,10 @@ def train_supervised(
     return model, head.cpu().eval().requires_grad_(False)
 
 
-def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
-    """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
-    known, queries = (
-        torch.linspace(0, len(images) - 1, min(len(images), most)).long()
-        for images, most in ((train, 5000), (test, 2000))
-    )
-    features, labels, _ = extract(model, train, known)
-    tested = extract(model, test, queries)
-    predicted = knn_probe(features, labels, tested.features, len(train.classes))
-    return Accuracy.of(predicted, tested.labels, len(train.classes)).top1
-
-
 def evaluate(
     model: ContrastiveModel, train: Images, test: Images, fractions: tuple[float, ...], seed: int = 0
 ) -> tuple[dict[str, Any], dict[float, Head]]:
-    """Stage two: a head for each label fraction, and both probes on all labels; the heads are returned too."""
+    """Stage two: a head for each label fraction, and both probes on all labels. Returns the results and the heads."""
     n_classes = len(train.classes)
     draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
     known, tested = extract(model, train), extract(model, test)
@@ -125,19 +155,13 @@ def evaluate(
         if not drawn.any():
             raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
         heads[fraction] = train_head(known.features[drawn], known.labels[drawn], n_classes, seed=seed)
-        accuracy = Accuracy.of(heads[fraction](tested.features).argmax(1), tested.labels, n_classes)
+        accuracy = head_accuracy(heads[fraction], tested)
         labels[str(fraction)] = {
             "n_labels": int(drawn.sum()),
             "accuracy": accuracy.top1,
             "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
         }
-    probe = linear_probe(known.features, known.labels, n_classes)
-    predicted = {
-        "linear_probe": probe(tested.features).argmax(1),
-        "knn": knn_probe(known.features, known.labels, tested.features, n_classes),
-    }
-    probes = {name: Accuracy.of(guess, tested.labels, n_classes).top1 for name, guess in predicted.items()}
-    return {"n_test": len(tested.labels), "labels": labels, **probes}, heads
+    return {"n_test": len(tested.labels), "labels": labels, **probes(known, tested, n_classes)}, heads
 
 
 def evaluate_supervised(
@@ -159,23 +183,20 @@ def evaluate_supervised(
         model, head = train_supervised(encoder, train, numbers, seed=seed, device=device)
         features, labels, _ = extract(untrained, train, numbers)
         frozen = train_head(features, labels, n_classes, seed=seed)
-        guesses = {"end_to_end": (head, extract(model, test)), "untrained_encoder": (frozen, untrained_tested)}
-        results[str(fraction)] = {
-            reading: Accuracy.of(classifier(tested.features).argmax(1), tested.labels, n_classes).top1
-            for reading, (classifier, tested) in guesses.items()
-        }
+        heads = {"end_to_end": (head, extract(model, test)), "untrained_encoder": (frozen, untrained_tested)}
+        results[str(fraction)] = {reading: head_accuracy(one, tested).top1 for reading, (one, tested) in heads.items()}
     return results
 
 
 def evaluate_run(
-    config: RunOptions, model: ContrastiveModel, stream: Stream, directory: "RunDirectory"
+    config: RunOptions, model: ContrastiveModel, stream: Stream, directory: RunDirectory
 ) -> dict[str, Any]:
-    """Stage two on the run's own labels; nothing for a stream that has none."""
+    """Stage two on the run's own labels; no results for a stream that has none."""
     train, test = stream.train, stream.test
     if train is None or test is None:
         return {"labels": {}}
     results, heads = evaluate(model, train, test, config.label_fractions, config.seed)
-    directory.save_classifiers(heads, train.classes)
+    Heads(directory).save_fractions(heads, train.classes)
     if config.supervised:
         results["supervised"] = evaluate_supervised(
             lambda: make_encoder(config), train, test, config.label_fractions, config.seed, model.mean.device

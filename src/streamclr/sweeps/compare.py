@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import torch
 
 from streamclr.base.errors import UserError
@@ -15,11 +14,11 @@ from streamclr.base.files import write_json
 from streamclr.base.options import option
 from streamclr.base.plots import line_plot
 from streamclr.base.table import Table, labels_heading, percent
-from streamclr.classifier import Accuracy, linear_probe
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
 from streamclr.runs.assemble import policy_options, prepare
+from streamclr.runs.evaluation import Extracted, probe_accuracy
 from streamclr.runs.report import write_report
 from streamclr.runs.run import run
 from streamclr.streams.datasets.images import Images
@@ -196,9 +195,10 @@ def demo(out: str | None = None) -> tuple[Path, Table]:
 
 def pixel_probe(train: Images, test: Images) -> float:
     """What a linear classifier reads from raw pixels with all labels."""
-    pixels, queries = (
-        torch.from_numpy(images.images(np.arange(len(images)))).flatten(1) / 255 for images in (train, test)
-    )
-    known, tested = (torch.from_numpy(images.labels) for images in (train, test))
-    probe = linear_probe(pixels, known, len(train.classes))
-    return Accuracy.of(probe(queries).argmax(1), tested, len(train.classes)).top1
+
+    def pixels(images: Images) -> Extracted:
+        numbers = torch.arange(len(images))
+        features = torch.from_numpy(images.images(numbers.numpy())).flatten(1) / 255
+        return Extracted(features, torch.from_numpy(images.labels), numbers)
+
+    return probe_accuracy(pixels(train), pixels(test), len(train.classes))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamclr.base.table import Table
-from streamclr.classifier import Accuracy, train_head
+from streamclr.classifier import train_head
 from streamclr.experiments.findings import Findings, spread
 from streamclr.labelling.order import asking_order
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
-from streamclr.runs.evaluation import extract
+from streamclr.runs.evaluation import extract, head_accuracy
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab, run_job
 
@@ -86,7 +86,6 @@ def measure(directory: Path, **config: Any) -> Result:
             accuracies = {}
             for way, order in orders.items():
                 head = train_head(features[order[:n]], labels[order[:n]], len(train.classes), seed=one.seed)
-                guess = head(tested.features).argmax(1)
-                accuracies[way] = Accuracy.of(guess, tested.labels, len(train.classes)).top1
+                accuracies[way] = head_accuracy(head, tested).top1
             found[str(n)].append(accuracies)
     return result | {"asked": found}

@@ -11,7 +11,6 @@ import torch
 
 from streamclr.base.progress import Progress
 from streamclr.base.table import Table
-from streamclr.classifier import Accuracy, linear_probe
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.findings import Findings, signed, spread
 from streamclr.fleet.options import SimulateOptions
@@ -21,7 +20,7 @@ from streamclr.fleet.split import shard, whole_of
 from streamclr.learner import Learner
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import make_learner
-from streamclr.runs.evaluation import extract
+from streamclr.runs.evaluation import evenly_spaced, extract, probe_accuracy
 from streamclr.streams.datasets.images import DatasetSource
 from streamclr.streams.stream import DatasetStream
 from streamclr.sweeps.job import Job, Result
@@ -156,7 +155,5 @@ def _learn(learner: Learner, source: DatasetSource, config: RunOptions, n_images
 def probe(model: ContrastiveModel, source: DatasetSource) -> float:
     assert source.train is not None
     assert source.test is not None
-    numbers = torch.linspace(0, len(source.train) - 1, min(len(source.train), N_PROBED)).long()
-    known, tested = extract(model, source.train, numbers), extract(model, source.test)
-    head = linear_probe(known.features, known.labels, len(source.classes))
-    return Accuracy.of(head(tested.features).argmax(1), tested.labels, len(source.classes)).top1
+    known = extract(model, source.train, evenly_spaced(source.train, N_PROBED))
+    return probe_accuracy(known, extract(model, source.test), len(source.classes))

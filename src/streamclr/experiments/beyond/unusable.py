@@ -14,12 +14,11 @@ from torch import Tensor
 from streamclr.base.errors import UserError
 from streamclr.base.table import Table
 from streamclr.base.tensors import load_tensors, save_tensors
-from streamclr.classifier import linear_probe
 from streamclr.experiments.findings import Findings, spread
 from streamclr.guards import GUARDS
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
-from streamclr.runs.evaluation import extract
+from streamclr.runs.evaluation import extract, probe_accuracy
 from streamclr.streams.datasets.images import Images
 from streamclr.streams.spec import Source
 from streamclr.streams.stream import DatasetStream, open_stream
@@ -147,8 +146,7 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
         assert source.train is not None
         assert source.test is not None
         known, tested = (extract(learner.model, images) for images in (source.train, source.test))
-        head = linear_probe(known.features, known.labels, len(source.classes))
-        accuracy = 100 * float((head(tested.features).argmax(1) == tested.labels).float().mean())
+        accuracy = 100 * probe_accuracy(known, tested, len(source.classes))
     seconds, spent = getattr(learner.policy, "seconds", {}), sum(s.seconds_scoring + s.seconds_training for s in steps)
     return {
         "liars": mean(liars[len(liars) // 2 :]),

@@ -1,15 +1,32 @@
 """The classifier as a program of ExecuTorch for phones and small boards: XNNPACK computes, in float or in 8 bits."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from streamclr.models.parity import Shipment
-from streamclr.models.shipped import Shipped
+from streamclr.classifier import Classifier
+from streamclr.models.formats.quantise import Calibration
+from streamclr.models.formats.quiet import quiet
+from streamclr.models.formats.reader import PROGRAM_SEAL, about_text, sealed
+from streamclr.models.parity import ExportedFunction
 
 LARGEST_SIDE = 1920  # of a picture; ExecuTorch sets memory aside for the largest, 56 MB for this one
 
 
-def make_program(shipped: Shipped, about: str, calibration: Tensor | None) -> bytes:
+def make_executorch(classifier: Classifier, about: dict[str, Any], calibration: Calibration | None) -> bytes:
+    """int8 without a second look, which few accelerators could run."""
+    with quiet():
+        program = make_program(classifier, about_text(about), None if calibration is None else calibration.ranges)
+    return sealed(program, PROGRAM_SEAL)
+
+
+def open_executorch(content: bytes) -> ExportedFunction:
+    with quiet():
+        return open_program(content)
+
+
+def make_program(classifier: Classifier, about: str, calibration: Tensor | None) -> bytes:
     """A method `forward` for one picture at a time, of any size up to the largest, and a method `metadata`.
 
     calibration: images from which int8 takes the ranges of the activations; None leaves all in float.
@@ -17,10 +34,10 @@ def make_program(shipped: Shipped, about: str, calibration: Tensor | None) -> by
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    plain = shipped.plain()
+    plain = classifier.plain()
     if calibration is not None:
         _quantise(plain, calibration)
-    example = torch.zeros(1, 3, shipped.size + 1, shipped.size + 2, dtype=torch.uint8)
+    example = torch.zeros(1, 3, classifier.size + 1, classifier.size + 2, dtype=torch.uint8)
     height, width = (torch.export.Dim(name, min=1, max=LARGEST_SIDE) for name in ("height", "width"))
     lowered = to_edge_transform_and_lower(
         torch.export.export(plain, (example,), dynamic_shapes=({2: height, 3: width},)),
@@ -31,7 +48,7 @@ def make_program(shipped: Shipped, about: str, calibration: Tensor | None) -> by
     return bytes(lowered.to_executorch().buffer)
 
 
-def _quantise(shipped: Shipped, images: Tensor) -> None:
+def _quantise(classifier: Classifier, images: Tensor) -> None:
     """Its encoder in 8 bits, with a scale for each channel of the weights and one for each activation."""
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer,
@@ -39,17 +56,17 @@ def _quantise(shipped: Shipped, images: Tensor) -> None:
     )
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    pixels = [shipped.model.standardise(image / 255) for image in images.split(1)]
-    encoder = torch.export.export(shipped.model.encoder, (pixels[0],)).module()
+    pixels = [classifier.model.standardise(image / 255) for image in images.split(1)]
+    encoder = torch.export.export(classifier.model.encoder, (pixels[0],)).module()
     quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
     prepared = prepare_pt2e(encoder, quantizer)
     with torch.no_grad():
         for image in pixels:
             prepared(image)
-    shipped.model.encoder = convert_pt2e(prepared)
+    classifier.model.encoder = convert_pt2e(prepared)
 
 
-def open_program(content: bytes) -> Shipment:
+def open_program(content: bytes) -> ExportedFunction:
     """By ExecuTorch's own runtime, the pictures one after the other."""
     from executorch.runtime import Runtime
 

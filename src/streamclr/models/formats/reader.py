@@ -1,7 +1,7 @@
-"""A file that `streamclr export` wrote, opened as a classifier. Whoever made it, nothing in it is executed.
+"""An exported file, opened for prediction. It may come from anyone: no code in it is executed.
 
-All of it is checked first: whole by its checksum, of a known version, and made of nothing that reaches beyond it. An
-ONNX file needs onnxruntime and no torch.
+Everything is checked first: its checksum, its version, and that it refers to nothing outside the file. An ONNX file
+needs onnxruntime and no torch.
 """
 
 import hashlib
@@ -24,45 +24,50 @@ if TYPE_CHECKING:
     import onnxruntime
     import torch
 
-VERSION = 1  # of what the metadata says
-MOST_BYTES = 2**31  # protobuf's own limit
-AGAIN = "copy it again, or export it again"
-OURS = "give a file that 'streamclr export' wrote"
+VERSION = 1  # of the metadata
+MAX_BYTES = 2**31  # protobuf's own limit
+COPY_AGAIN = "copy it again, or export it again"
+USE_EXPORT = "give a file that 'streamclr export' wrote"
 
 
-class Model(NamedTuple):
-    """A classifier of pictures."""
+class Predictor(NamedTuple):
+    """What predicts the classes of numpy images, whatever file it came from."""
 
     classes: list[str]
     size: int  # side of the images that it learned from; it scales others itself
     classify: Callable[[np.ndarray], np.ndarray]  # uint8 images, n x 3 x H x W, to probabilities, n x classes
 
 
-def open_exported(path: Path) -> Model:
-    """What a file is, is seen by its first bytes."""
+def open_exported(path: Path) -> Predictor:
+    """The first bytes tell the format."""
     with path.open("rb") as file:
         head = file.read(8)
     if not head:
-        raise UserError(f"{path} is empty: {AGAIN}")
+        raise UserError(f"{path} is empty: {COPY_AGAIN}")
     if head[4:6] == b"ET":
         return _open_executorch(path)
     return _open_torch(path) if head[:4] == b"PK\x03\x04" else _open_onnx(path)
 
 
+def about_text(about: dict[str, Any]) -> str:
+    """The metadata as it is written into a file."""
+    return json.dumps(about, sort_keys=True)
+
+
 def checked(about: str | bytes, path: Path) -> dict[str, Any]:
-    """What the file says about itself, if it can be used."""
+    """The metadata of the file, if it can be used."""
     try:
         found = json.loads(about)
         version = found["format_version"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise UserError(f"the metadata of {path} cannot be read: {AGAIN}") from None
+        raise UserError(f"the metadata of {path} cannot be read: {COPY_AGAIN}") from None
     if version != VERSION:
         raise UserError(f"{path} has format version {version!r}, and this streamclr knows {VERSION}: use a newer one")
     classes, size = found.get("classes"), found.get("size")
     if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
-        raise UserError(f"the metadata of {path} names no classes: {OURS}")
+        raise UserError(f"the metadata of {path} names no classes: {USE_EXPORT}")
     if not isinstance(size, int) or isinstance(size, bool):
-        raise UserError(f"the metadata of {path} has {size!r} for size: {OURS}")
+        raise UserError(f"the metadata of {path} has {size!r} for size: {USE_EXPORT}")
     try:
         checked_size(size)
     except UserError as error:
@@ -71,14 +76,14 @@ def checked(about: str | bytes, path: Path) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# ONNX. The last entry of the metadata is the SHA-256 of all bytes before it: onnxruntime takes a file with a wrong
-# weight for a right one. The numbers are those of the fields in onnx.proto.
+# ONNX. The last entry of the metadata is the SHA-256 of all bytes before it: onnxruntime does not notice a damaged
+# weight. The numbers are those of the fields in onnx.proto.
 
 SEAL = b"\x72\x4a\x0a\x06sha256\x12\x40"  # metadata_props, 74 bytes: key "sha256", value of 64 characters
 
 
 def sealed(content: bytes, seal: bytes = SEAL) -> bytes:
-    """An ONNX model with its checksum: protobuf takes what is appended for one more entry of the metadata."""
+    """Content with its checksum appended; to protobuf that is one more entry of the metadata."""
     return content + seal + hashlib.sha256(content).hexdigest().encode()
 
 
@@ -87,26 +92,26 @@ def is_whole(content: bytes, seal: bytes = SEAL) -> bool:
 
 
 def open_session(path: Path, n_threads: int) -> "tuple[onnxruntime.InferenceSession, dict[str, Any]]":
-    """The graph of an ONNX file, ready to run, and what the file says about itself."""
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path} has more than 2 GiB, which no ONNX file has: {OURS}")
+    """The graph of an ONNX file, ready to run, and the metadata."""
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path} has more than 2 GiB, which no ONNX file has: {USE_EXPORT}")
     return checked_session(path.read_bytes(), path, n_threads)
 
 
 def checked_session(
     content: bytes, path: Path, n_threads: int
 ) -> "tuple[onnxruntime.InferenceSession, dict[str, Any]]":
-    """The same of its content. path: its name in errors."""
+    """The same from the content of a file. path: its name in errors."""
     try:
         metadata = [dict(wire.fields(entry)) for entry in wire.parts(memoryview(content), 14)]
         about = {bytes(entry[1]): bytes(entry[2]) for entry in metadata}
         graphs = list(wire.parts(memoryview(content), 7))
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{path} is no whole ONNX file: {OURS}, or {AGAIN}") from None
+        raise UserError(f"{path} is no whole ONNX file: {USE_EXPORT}, or {COPY_AGAIN}") from None
     if not graphs or b"streamclr" not in about:
-        raise UserError(f"{path} does not say that it is a classifier of streamclr: {OURS}")
+        raise UserError(f"{path} does not say that it is a classifier of streamclr: {USE_EXPORT}")
     if not is_whole(content):
-        raise UserError(f"{path} is damaged, its checksum differs: {AGAIN}")
+        raise UserError(f"{path} is damaged, its checksum differs: {COPY_AGAIN}")
     found = checked(about[b"streamclr"], path)
     if problem := _reaches_out(memoryview(content)):
         raise UserError(f"{path} {problem}, which no file of streamclr does: it is refused")
@@ -115,17 +120,17 @@ def checked_session(
     except ImportError:
         raise UserError(f"{path} needs onnxruntime: pip install -c constraints.txt onnxruntime") from None
     except Exception as error:  # noqa: BLE001  onnxruntime has an exception for each of its codes, and no base for them
-        raise UserError(f"onnxruntime cannot open {path} ({error}): {OURS}") from None
+        raise UserError(f"onnxruntime cannot open {path} ({error}): {USE_EXPORT}") from None
     ports = {value.name: (value.type, len(value.shape)) for value in (*session.get_inputs(), *session.get_outputs())}
     if ports != {
         "images": ("tensor(uint8)", 4),
         "probabilities": ("tensor(float)", 2),
         "features": ("tensor(float)", 2),
     }:
-        raise UserError(f"{path} does not take images and give probabilities and features: {OURS}")
+        raise UserError(f"{path} does not take images and give probabilities and features: {USE_EXPORT}")
     n_classes = session.get_outputs()[0].shape[1]
     if n_classes != len(found["classes"]):
-        raise UserError(f"{path} has {n_classes} classes, and names for {len(found['classes'])}: {OURS}")
+        raise UserError(f"{path} has {n_classes} classes, and names for {len(found['classes'])}: {USE_EXPORT}")
     return session, found
 
 
@@ -134,19 +139,19 @@ def session_of(content: bytes, n_threads: int) -> "onnxruntime.InferenceSession"
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = n_threads, 1
-    options.log_severity_level = 4  # what is wrong is in the exception
-    # Without its second try, which is the same again after some lines on standard output.
+    options.log_severity_level = 4  # errors come as exceptions
+    # Its fallback would only try the same again, and print to standard output.
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 def _reaches_out(model: memoryview) -> str | None:
-    """What a graph has that is not computed from its own weights by ONNX's own operators, one after the other, but for
-    the branches of an `If`."""
+    """Why a graph is refused: for anything but ONNX's own operators on weights in the file, in one graph and the
+    branches of an `If`. None if it is accepted."""
     try:
         if any(wire.parts(model, 20, 25)):
             return "defines functions of its own"
         graphs = [(graph, 0) for graph in wire.parts(model, 7)]
-        for graph, depth in graphs:  # which grows
+        for graph, depth in graphs:  # the list grows in the loop
             tensors = list(wire.parts(graph, 5))
             if any(wire.parts(graph, 15)):
                 return "has sparse weights"
@@ -168,35 +173,35 @@ def _reaches_out(model: memoryview) -> str | None:
     return None
 
 
-def _open_onnx(path: Path) -> Model:
+def _open_onnx(path: Path) -> Predictor:
     session, about = open_session(path, n_threads())
 
     def classify(images: np.ndarray) -> np.ndarray:
         try:
             return session.run(["probabilities"], {"images": images})[0]
         except Exception as error:  # noqa: BLE001  as above
-            raise UserError(f"onnxruntime cannot run {path} ({error}): {OURS}") from None
+            raise UserError(f"onnxruntime cannot run {path} ({error}): {USE_EXPORT}") from None
 
-    return Model(about["classes"], about["size"], classify)
+    return Predictor(about["classes"], about["size"], classify)
 
 
 def n_threads() -> int:
-    """As torch chooses: OMP_NUM_THREADS, or the cores that this process may use."""
+    """As torch does: OMP_NUM_THREADS, or the cores that this process may use."""
     told = os.environ.get("OMP_NUM_THREADS", "")
     return int(told) if told.isdecimal() and int(told) else len(os.sched_getaffinity(0))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A program of ExecuTorch, whose runtime does not look at what comes behind it. It is given none that is damaged: it
-# trusts every offset in it.
+# A program of ExecuTorch, with a checksum appended, which the runtime ignores. The runtime trusts every offset in the
+# file, so it must never see a damaged one.
 
 PROGRAM_SEAL = b"\nstreamclr sha256 "
 
 
-def _open_executorch(path: Path) -> Model:
+def _open_executorch(path: Path) -> Predictor:
     content = path.read_bytes()
     if not is_whole(content, PROGRAM_SEAL):
-        raise UserError(f"{path} is damaged, or no classifier of streamclr: {OURS}, or {AGAIN}")
+        raise UserError(f"{path} is damaged, or no classifier of streamclr: {USE_EXPORT}, or {COPY_AGAIN}")
     if not find_spec("executorch"):
         raise UserError(f"{path} needs ExecuTorch: pip install -c constraints.txt -e '.[executorch]'")
     import torch
@@ -212,52 +217,56 @@ def _open_executorch(path: Path) -> Model:
         try:
             return run(torch.from_numpy(images))[0].numpy()
         except RuntimeError as error:
-            raise UserError(f"ExecuTorch cannot run {path} ({error}): {OURS}") from None
+            raise UserError(f"ExecuTorch cannot run {path} ({error}): {USE_EXPORT}") from None
 
-    return Model(about["classes"], about["size"], classify)
+    return Predictor(about["classes"], about["size"], classify)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A program of torch.export. `torch.export.load` would unpickle and evaluate what the file says, so the program is left
-# alone: the encoder is built by its name, and takes the weights, which are plain bytes.
+# A program of torch.export. `torch.export.load` would unpickle and evaluate parts of the file. So only the weights are
+# read, which are plain bytes, and the encoder is built from its name.
 
 
-def _open_torch(path: Path) -> Model:
+def _open_torch(path: Path) -> Predictor:
     import torch
 
     from streamclr.base.tensors import load_weights
-    from streamclr.classifier import Head
+    from streamclr.classifier import Classifier, Head
     from streamclr.encoders.projection import ContrastiveModel
     from streamclr.encoders.resnet import Architecture
-    from streamclr.models.shipped import Shipped
 
     about, weights = _read_program(path)
     try:
         encoder = about["encoder"]
         names = {name: encoder[name] for name in ("name", "stem", "norm")}
-        width, n_classes = encoder["width"], len(about["classes"])
+        width = encoder["width"]
         if not all(isinstance(name, str) for name in names.values()) or not isinstance(width, int):
             raise TypeError
         architecture = Architecture(names["name"], width, names["stem"], names["norm"])
-        with torch.device("meta"):  # without memory, until it is known that the weights fit
+        with torch.device(
+            "meta"
+        ):  # takes no memory; all weights are checked against it at once, and then put in its place
             model = ContrastiveModel(architecture.make())
-            shipped = Shipped(model, Head(model.n_features, n_classes), about["size"]).plain()
+            head = Head(model.n_features, len(about["classes"]))
+            classifier = Classifier(model, head, about["classes"], about["size"]).plain()
     except (LookupError, TypeError, RuntimeError, UserError):
-        raise UserError(f"the metadata of {path} describes no encoder that this streamclr knows: {OURS}") from None
-    kinds = {name: tensor.dtype for name, tensor in shipped.state_dict().items()}
-    load_weights(shipped, weights, str(path), assign=True)
+        raise UserError(
+            f"the metadata of {path} describes no encoder that this streamclr knows: {USE_EXPORT}"
+        ) from None
+    kinds = {name: tensor.dtype for name, tensor in classifier.state_dict().items()}
+    load_weights(classifier, weights, str(path), assign=True)
     if any(tensor.dtype != kinds[name] for name, tensor in weights.items()):
-        raise UserError(f"{path} has weights that are not of the encoder's kind: {OURS}")
+        raise UserError(f"{path} has weights that are not of the encoder's kind: {USE_EXPORT}")
 
     def classify(images: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            return shipped(torch.from_numpy(images))[0].numpy()
+            return classifier(torch.from_numpy(images))[0].numpy()
 
-    return Model(about["classes"], about["size"], classify)
+    return Predictor(about["classes"], about["size"], classify)
 
 
 def _read_program(path: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
-    """What the file says about itself, and its weights by name."""
+    """The metadata of the file, and its weights by name."""
     import torch
 
     kinds = {7: torch.float32, 5: torch.int64}  # as torch.export numbers them
@@ -279,9 +288,13 @@ def _read_program(path: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]
                 shape = [side["as_int"] for side in entry["tensor_meta"]["sizes"]]
                 weights[name] = torch.frombuffer(content, dtype=kinds[entry["tensor_meta"]["dtype"]]).reshape(shape)
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError) as error:
-        raise UserError(f"{path} is no whole program of torch.export ({error}): {OURS}, or {AGAIN}") from None
+        raise UserError(
+            f"{path} is no whole program of torch.export ({error}): {USE_EXPORT}, or {COPY_AGAIN}"
+        ) from None
     except (TypeError, AttributeError, RuntimeError, NotImplementedError, RecursionError) as error:
-        raise UserError(f"{path} is no whole program of torch.export ({error!r}): {OURS}, or {AGAIN}") from None
+        raise UserError(
+            f"{path} is no whole program of torch.export ({error!r}): {USE_EXPORT}, or {COPY_AGAIN}"
+        ) from None
     if not about:
-        raise UserError(f"{path} does not say that it is a classifier of streamclr: {OURS}")
+        raise UserError(f"{path} does not say that it is a classifier of streamclr: {USE_EXPORT}")
     return checked(about, path), weights

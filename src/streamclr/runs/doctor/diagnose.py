@@ -16,7 +16,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import option, redacted, split
 from streamclr.base.progress import Progress
 from streamclr.compute.memory import peak
-from streamclr.records.checkpoints import MOST_AN_HOUR
+from streamclr.records.checkpoints import MAX_BYTES_PER_HOUR
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolved
 from streamclr.runs.assemble import make_learner, policy_options
@@ -143,7 +143,7 @@ def checkpoint_hours(config: RunOptions, step: Measured, fps: float) -> float | 
     """Between two checkpoints: what the run's pace makes of its options."""
     waits = []
     if config.checkpoint_minutes:
-        waits.append(max(config.checkpoint_minutes / 60, step.checkpoint / MOST_AN_HOUR))
+        waits.append(max(config.checkpoint_minutes / 60, step.checkpoint / MAX_BYTES_PER_HOUR))
     if config.checkpoint_steps:
         waits.append(config.checkpoint_steps * max(step.seconds, step.n_frames / fps) / 3600)
     return min(waits, default=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from streamclr.compute.memory import MIB
-from streamclr.records.checkpoints import MOST_AN_HOUR
+from streamclr.records.checkpoints import MAX_BYTES_PER_HOUR
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.doctor.machine import GIB, Machine
 
@@ -104,7 +104,7 @@ class Diagnosis:
         if self.checkpoint_hours:
             minutes, hourly = 60 * self.checkpoint_hours, self.bytes_an_hour / GIB
             how = f"one in {minutes:.3g} minutes is {hourly:.2g} GiB an hour of 1 at most"
-        if self.bytes_an_hour > 1.001 * MOST_AN_HOUR:
+        if self.bytes_an_hour > 1.001 * MAX_BYTES_PER_HOUR:
             how += ", too much for a memory card: use a larger --checkpoint-steps"
         if not self.fits_on_disk:
             how += f"; {self._disk_needed / MIB:,.0f} MiB are needed and the disk has less: make room"

@@ -35,8 +35,8 @@ def test_what_is_taken_is_what_another_process_finds(directory):
     assert (theirs.classes, theirs.step, theirs.score) == (version.classes, version.step, version.score)
     assert (theirs.trained_on, theirs.held_back) == (version.trained_on, version.held_back)
     assert theirs.about() == {"version": 1, "step": 7, "labels": 2, "held_back": 5, "accuracy": 0.8}
-    assert not any(p.requires_grad for p in theirs.model.parameters())
-    assert not theirs.model.training
+    assert not any(p.requires_grad for p in theirs.classifier.model.parameters())
+    assert not theirs.classifier.model.training
 
 
 def test_there_is_nothing_before_the_first(directory):
@@ -117,7 +117,7 @@ def test_a_damaged_version_is_passed_over_and_told(directory, file, damage):
     served = Versions(directory, told.append)
     assert served.look().number == 2
     assert len(told) == 1
-    assert "version 3 is passed over for the one before" in told[0]
+    assert "skipping version 3 for the one before" in told[0]
     served.look()
     assert len(told) == 1  # once
     now, was = served.rollback()
@@ -140,7 +140,7 @@ def test_a_damaged_version_is_passed_over_and_told(directory, file, damage):
 def test_what_is_whole_but_no_version_is_passed_over_too(directory, change):
     version = make_version(directory)
     Versions(directory).take(version, None)
-    state = version.state_dict() | {"model": dict(version.model.state_dict())}
+    state = version.state_dict() | {"model": dict(version.classifier.model.state_dict())}
     change(state)
     Checkpoints(directory.path / "served").save(2, state)
     told = []
@@ -153,7 +153,7 @@ def test_all_damaged_is_nothing_served(directory):
     for number in (1, 2):
         flip(directory.path / "served" / f"{number:010}" / "state.safetensors")
     assert Versions(directory).look() is None
-    with pytest.raises(UserError, match=r"no version in .* is whole"):
+    with pytest.raises(UserError, match=r"all versions in .* are damaged"):
         Versions(directory).rollback()
 
 

@@ -1,0 +1,91 @@
+"""The classifier as an ONNX file, in float or in 8 bits."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamclr.classifier import Classifier
+from streamclr.models.formats.quantise import Calibration, quantise
+from streamclr.models.formats.quiet import quiet
+from streamclr.models.formats.reader import about_text, checked_session, sealed, session_of
+from streamclr.models.formats.torch_program import export_program
+from streamclr.models.parity import ExportedFunction
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
+
+OPSET = 18
+OUTPUTS = ("probabilities", "features")
+
+
+def make_onnx(classifier: Classifier, about: dict[str, Any], calibration: Calibration | None) -> bytes:
+    with quiet():
+        program = torch.onnx.export(
+            export_program(classifier),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=["images"],
+            output_names=OUTPUTS,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model_proto
+    _strip(model)
+    if calibration is not None:
+        with quiet():
+            model = _int8(model, calibration)
+    model.metadata_props.add(key="streamclr", value=about_text(about))
+    return sealed(model.SerializeToString(deterministic=True))
+
+
+def _int8(model: "onnx.ModelProto", calibration: Calibration) -> "onnx.ModelProto":
+    """The same in 8 bits, with a second look if it changes too many classes without."""
+    from streamclr.models.formats.second_look import least_margin, look_again  # needs onnx
+
+    quantised = quantise(model, calibration.ranges)
+    _strip(quantised)
+    if calibration.doubts is not None:
+        parts = calibration.doubts.split(64)
+        exact, found = (run_by(session_of(file.SerializeToString(), n_threads=1)) for file in (model, quantised))
+        least = least_margin(*(torch.cat([run(part)[0] for part in parts]) for run in (exact, found)))
+        if least:
+            look_again(quantised, model, least)
+    return quantised
+
+
+def _strip(model: "onnx.ModelProto") -> None:
+    """Leave out stack traces and what else torch tells about itself; plain names for nodes and sizes."""
+    graph = model.graph
+    del graph.value_info[:]
+    for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    for number, node in enumerate(graph.node):
+        node.name = f"{node.op_type}_{number}"
+    for value, sizes in [(graph.input[0], {0: "n", 2: "height", 3: "width"})] + [
+        (out, {0: "n"}) for out in graph.output
+    ]:
+        for place, name in sizes.items():
+            value.type.tensor_type.shape.dim[place].dim_param = name
+
+
+def open_onnx(content: bytes) -> ExportedFunction:
+    """As `predict` does, but for one thread: what it would refuse is never written."""
+    return run_by(checked_session(content, Path("the file"), n_threads=1)[0])
+
+
+def run_by(session: "onnxruntime.InferenceSession", outputs: tuple[str, ...] = OUTPUTS) -> ExportedFunction:
+    return lambda images: tuple(map(torch.from_numpy, session.run(outputs, {"images": images.numpy()})))
+
+
+def looked_again(content: bytes, images: Tensor) -> float | None:
+    """The share of these images that an ONNX file runs twice; None if it has no second look."""
+    from streamclr.models.formats.second_look import telling
+
+    if (told := telling(content)) is None:
+        return None
+    run = run_by(session_of(told, n_threads=1), ("doubtful",))
+    return float(torch.cat([run(part)[0] for part in images.split(64)]).double().mean())

@@ -1,0 +1,214 @@
+"""The heads of a run directory: which there are, what is known of each, which one is used; saving and loading them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from streamclr.base.errors import UserError
+from streamclr.base.files import read_json, write_json
+from streamclr.base.tensors import load_metadata, load_tensors, save_tensors
+from streamclr.classifier import Classifier, Head
+from streamclr.models.pretrained import is_pretrained, read_config
+from streamclr.models.versions import Versions
+from streamclr.records.directory import FINISHED, RunDirectory
+
+GLOBAL = "global"  # in the directory of a fleet's device: the fleet's classifier, as a pretrained directory
+
+
+class HeadInfo(NamedTuple):
+    """What is known of a head."""
+
+    name: str
+    chosen_by: str  # what `streamclr predict` is given to use it
+    file: Path
+    classes: list[str]
+    n_labels: int | None  # None: not known
+    accuracy: float | None  # 0 to 1; None: not measured
+    measured: str | None  # how the accuracy was measured
+    encoder: str  # the state of the encoder that the head was trained on
+    fraction: float | None = None  # of the source's own labels
+
+
+class Heads:
+    """Four kinds: from a person's answers, by label fraction, the versions that `run --predict` serves, the fleet's."""
+
+    def __init__(self, directory: RunDirectory):
+        self.directory, self.path = directory, directory.path
+
+    @property
+    def labelled_file(self) -> Path:
+        return self.path / "labelled.safetensors"
+
+    @property
+    def fractions_file(self) -> Path:
+        return self.path / "classifier.safetensors"
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Which there are.
+
+    def all(self) -> list[HeadInfo]:
+        """The default first, if there is one."""
+        labelled = self.labelled()
+        heads = [labelled] if labelled else []
+        return [*heads, *reversed(self.by_fraction().values()), *self._versions(), *self._global()]
+
+    def default(self) -> tuple[HeadInfo, str]:
+        """The head that is used unless another is asked for, and why."""
+        if (labelled := self.labelled()) is not None:
+            return labelled, "a person's answers come first"
+        if heads := list(self.by_fraction().values()):
+            return heads[-1], "the largest label fraction comes first"
+        raise self._none()
+
+    def find(self, fraction: float | None = None) -> HeadInfo:
+        """The head of a label fraction; the default unless told."""
+        if fraction is None:
+            return self.default()[0]
+        heads = self.by_fraction()
+        if not heads:
+            raise self._none()
+        if fraction not in heads:
+            known = ", ".join(map(str, heads))
+            raise UserError(f"{self.fractions_file} has no classifier for the fraction {fraction}: use {known}")
+        return heads[fraction]
+
+    def _none(self) -> UserError:
+        others = "".join(f"; use {head.chosen_by} for {head.name}" for head in self.all()[:1])
+        why = "its run is not finished, or its stream has no labels"
+        return UserError(f"{self.path} has no classifier: {why}{others}")
+
+    def labelled(self) -> HeadInfo | None:
+        """The head from a person's answers."""
+        if not self.labelled_file.exists():
+            return None
+        about = json.loads(load_metadata(self.labelled_file)["about"])
+        n, measured = about["n_labels"], f"cross-validation of {about['n_labels']} labels that a person gave"
+        return HeadInfo(
+            name=f"the head from {n} labels that a person gave",
+            chosen_by=str(self.path),
+            file=self.labelled_file,
+            classes=about["classes"],
+            n_labels=n,
+            accuracy=about.get("accuracy"),
+            measured=measured,
+            encoder=about["encoder"],
+        )
+
+    def by_fraction(self) -> dict[float, HeadInfo]:
+        """The heads by label fraction, the smallest first."""
+        if not self.fractions_file.exists():
+            return {}
+        fractions = sorted({float(key.split("/")[0]) for key in load_tensors(self.fractions_file)})
+        results, classes = self.directory.results or {}, self.class_names()
+        entries = {float(key): entry for key, entry in results.get("labels", {}).items()}
+        heads = {}
+        for fraction in fractions:
+            n, accuracy, measured = None, None, None
+            if (entry := entries.get(fraction)) is not None:
+                n, accuracy = entry["n_labels"], entry["accuracy"]
+                measured = f"{results['n_test']} test images, classifier from {n} labels"
+            heads[fraction] = HeadInfo(
+                name=f"the head of the label fraction {fraction}",
+                chosen_by=f"--fraction {fraction}",
+                file=self.fractions_file,
+                classes=classes,
+                n_labels=n,
+                accuracy=accuracy,
+                measured=measured,
+                encoder=FINISHED,
+                fraction=fraction,
+            )
+        return heads
+
+    def _versions(self) -> list[HeadInfo]:
+        """The newest first, which `run --predict` serves; only that one can be chosen, and `rollback` drops it."""
+        heads = []
+        for file, state in Versions(self.directory).facts():
+            right, n, _ = state["score"]
+            heads.append(
+                HeadInfo(
+                    name=f"version {int(file.name)}",
+                    chosen_by="--served",
+                    file=file,
+                    classes=state["classes"],
+                    n_labels=len(state["trained_on"]),
+                    accuracy=right / n if n else None,
+                    measured=f"{n} labels held back" if n else None,
+                    encoder=f"the encoder of step {state['step']}",
+                )
+            )
+        return heads
+
+    def _global(self) -> list[HeadInfo]:
+        path = self.path / GLOBAL
+        if not is_pretrained(path):
+            return []
+        config = read_config(path / "config.json")
+        return [
+            HeadInfo(
+                name="the fleet's head",
+                chosen_by=str(path),
+                file=path,
+                classes=list(config["id2label"].values()),
+                n_labels=None,
+                accuracy=config["card"]["accuracy"],
+                measured=config["card"]["measured"],
+                encoder=config["card"]["state"] or "the fleet's encoder",
+            )
+        ]
+
+    def class_names(self) -> list[str]:
+        """The class names of the source, once its labels were used; none for a camera."""
+        file = self.path / "classes.json"
+        return read_json(file) if file.exists() else []
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Loading.
+
+    def load(self, fraction: float | None = None, served: bool = False) -> Classifier:
+        """The classifier of a label fraction, else the version that is served, else the default."""
+        if served:
+            version = Versions(self.directory).look()
+            if version is None:
+                raise UserError(f"{self.path} serves no version: run with --predict, and give it labels")
+            return version.classifier
+        model, encoder = self.directory.newest_model()
+        head, classes = self.load_head(fraction, encoder)
+        return Classifier(model, head, classes, self.directory.image_size)
+
+    def load_head(self, fraction: float | None = None, encoder: str = FINISHED) -> tuple[Head, list[str]]:
+        """A head and its class names. encoder: the state of the encoder that it is to be used with."""
+        info = self.find(fraction)
+        state = load_tensors(info.file)
+        if info.file == self.labelled_file:
+            if info.encoder != encoder:
+                why, again = self.default()[1], f"streamclr label train {self.path}"
+                raise UserError(f"{info.file} is for {info.encoder}, not for {encoder}, and {why}: {again}")
+            return Head.from_state(state, str(info.file)), info.classes
+        state = {key.split("/")[1]: t for key, t in state.items() if float(key.split("/")[0]) == info.fraction}
+        head = Head.from_state(state, str(info.file))
+        n_classes = head.linear.out_features
+        if not isinstance(info.classes, list) or len(info.classes) != n_classes:
+            raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {info.file}")
+        return head, info.classes
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Saving.
+
+    def save_fractions(self, heads: dict[float, Head], classes: Sequence[str]) -> None:
+        """The heads from a source's own labels, by label fraction, in place of the last ones."""
+        tensors = {f"{fraction}/{key}": t for fraction, head in heads.items() for key, t in head.state_dict().items()}
+        save_tensors(self.fractions_file, tensors)
+        write_json(self.path / "classes.json", classes)
+
+    def save_labelled(
+        self, head: Head, classes: list[str], encoder: str, n_labels: int, accuracy: float | None
+    ) -> None:
+        """The head from a person's answers. encoder: the state of the encoder that it was trained on."""
+        about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy}
+        save_tensors(self.labelled_file, head.state_dict(), about=json.dumps(about))
+
+    def forget_labelled(self) -> None:
+        """Delete the head from a person's answers: they were taken back."""
+        self.labelled_file.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""Run directories and exported files of the version before (commit d87e83a) are read, used and resumed."""
+
+import json
+import shutil
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from streamclr.cli.entry import main
+
+KEPT = Path(__file__).parent / "fixtures" / "d87e83a.tar.xz"
+NEEDS = {".onnx": "onnxruntime", ".pte": "executorch"}
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    path = tmp_path_factory.mktemp("before")
+    with tarfile.open(KEPT) as archive:
+        archive.extractall(path, filter="data")
+    return path
+
+
+@pytest.fixture
+def home(unpacked, tmp_path, monkeypatch):
+    shutil.copytree(unpacked, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["finished"], "run"),
+        (["finished", "--fraction", "0.01"], "fraction"),
+        (["finished", "--served"], "served"),
+        (["finished/finished.onnx"], "run"),
+        (["finished/finished.pt2"], "run"),
+        (["finished/finished.pte"], "run"),
+        (["finished/finished-pretrained"], "run"),
+        (["labelled"], "labelled"),
+    ],
+    ids=["run", "fraction", "served", "onnx", "pt2", "pte", "pretrained", "labelled"],
+)
+def test_predictions_are_the_same(home, capsys, words, kept):
+    if not find_spec(NEEDS.get(Path(words[0]).suffix, "torch")):
+        pytest.skip(f"needs {NEEDS[Path(words[0]).suffix]}")
+    assert main(["predict", *words, "--source", "synthetic:", "--images", "16"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = [json.loads(line) for line in (home / f"predicted-{kept}.jsonl").read_text().splitlines()]
+    assert len(found) == 16
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert (ours["image"], ours["class"]) == (theirs["image"], theirs["class"])
+        assert ours["probability"] == pytest.approx(theirs["probability"], abs=1e-3)
+
+
+def test_labels_train_and_are_exported(home, capsys):
+    assert main(["label", "train", "labelled"]) == 0
+    assert "classifier from 12 labels" in capsys.readouterr().out
+    assert main(["label", "export", "labelled", "labels.csv"]) == 0
+    assert "12 questions" in capsys.readouterr().out
+    assert len((home / "labels.csv").read_text().splitlines()) == 13
+
+
+def test_the_only_version_cannot_be_rolled_back(home, capsys):
+    assert main(["rollback", "finished"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "version 1 is the first of finished" in line
+
+
+def test_report(home):
+    assert main(["report", "finished", "--out", "page.html"]) == 0
+    page = (home / "page.html").read_text()
+    assert "12.2" in page
+    assert "finished" in page
+
+
+def test_export_to_onnx(home, capsys):
+    pytest.importorskip("onnxscript")
+    assert main(["export", "finished", "--out", "again.onnx"]) == 0
+    about = json.loads((home / "again.onnx.json").read_text())
+    kept = json.loads((home / "finished" / "finished.onnx.json").read_text())
+    assert about["matches"]
+    assert about["metadata"] == kept["metadata"]
+
+
+def test_a_stopped_run_goes_on(home, capsys):
+    options = (
+        "--source synthetic: --width 1 --buffer 16 --segment 16 --probes 0 --size 12 --checkpoint-steps 4 "
+        "--images 480 --fractions 0.1 --rescore-every 4 --guards on --label-budget 8 --label-disk 12K --duty 20%"
+    )
+    assert main(["run", *options.split(), "--out", "stopped"]) == 0
+    assert "after step 13" in capsys.readouterr().err
+    results = json.loads((home / "stopped" / "results.json").read_text())
+    assert (results["steps"], results["images"]) == (30, 480)
+    assert len((home / "stopped" / "journal.jsonl").read_text().splitlines()) == 30
