@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from conftest import made_run, random_images
+from support.images import random_images
+from support.runs import made_run
 from streamclr import Pretrained, UserError, save_pretrained
 from streamclr.base.tensors import load_tensors, save_tensors
 from streamclr.classifier import Classifier, Head
