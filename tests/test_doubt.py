@@ -13,10 +13,10 @@ from support.images import random_images
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-from streamclr.models.formats.onnx_file import OUTPUTS, looked_again, make_onnx, run_by  # noqa: E402
+from streamclr.models.formats.onnx_file import OUTPUTS, as_function, looked_again, make_onnx  # noqa: E402
 from streamclr.models.formats.quantise import Calibration  # noqa: E402
 from streamclr.models.formats.reader import session_of  # noqa: E402
-from streamclr.models.formats.second_look import MOST_CHANGED, least_margin, look_again, margin, telling  # noqa: E402
+from streamclr.models.formats.second_look import MAX_CHANGED, least_margin, look_again, margin, with_doubtful  # noqa: E402
 
 ENCODERS = {
     "batch": lambda: resnet18(4),
@@ -40,7 +40,7 @@ def files(request):
 
 
 def opened(file, outputs=OUTPUTS):
-    return run_by(session_of(file, 1), outputs)
+    return as_function(session_of(file, 1), outputs)
 
 
 def with_second_look(files, least):
@@ -59,7 +59,7 @@ def test_only_what_is_in_doubt_is_run_again(files):
     run = opened(file)
     doubtful = margin(int8[0]) < least
     assert 0 < doubtful.sum() < 64
-    assert torch.equal(opened(telling(file), ("doubtful",))(images)[0], doubtful)
+    assert torch.equal(opened(with_doubtful(file), ("doubtful",))(images)[0], doubtful)
     assert looked_again(file, images) == pytest.approx(float(doubtful.double().mean()))
     found = run(images)
     for own, first, second in zip(found, int8, exact, strict=True):
@@ -83,7 +83,7 @@ def test_none_or_all_in_doubt(files, least, which):
 
 @pytest.mark.system
 def test_a_file_without_a_second_look_says_so(files):
-    assert telling(files[1]) is None
+    assert with_doubtful(files[1]) is None
     assert looked_again(files[0], random_images(2, 24)) is None
 
 
@@ -106,8 +106,8 @@ def test_the_margin_holds_for_other_images(noise):
         sure = margin(found) >= least
         shares.append(float(((exact.argmax(1) != found.argmax(1)) & sure).double().mean()))
         assert 0 < float(sure.double().mean()) < 1
-    assert MOST_CHANGED / 3 < sum(shares) / len(shares) < 1.5 * MOST_CHANGED
-    assert max(shares) < 2.5 * MOST_CHANGED
+    assert MAX_CHANGED / 3 < sum(shares) / len(shares) < 1.5 * MAX_CHANGED
+    assert max(shares) < 2.5 * MAX_CHANGED
 
 
 def test_no_doubt_where_nothing_changes():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamclr.models.export import export
-from streamclr.models.formats.executorch import LARGEST_SIDE, metadata, open_program
+from streamclr.models.formats.executorch import MAX_SIDE, metadata, open_program
 from streamclr.models.parity import classify
 from support.images import random_images
 from support.runs import classifier_of, made_run
@@ -40,8 +40,8 @@ def test_it_says_what_pytorch_says(directory, program):
     assert parity.problem is None
     assert parity.equal_classes == 1
     run, classifier = open_program(file.read_bytes()), classifier_of(directory)
-    for height, width in [(32, 32), (31, 77), (100, 30), (7, 5), (1, 1), (481, 640), (1080, LARGEST_SIDE)]:
-        images = random_images(2, LARGEST_SIDE)[..., :height, :width].contiguous()
+    for height, width in [(32, 32), (31, 77), (100, 30), (7, 5), (1, 1), (481, 640), (1080, MAX_SIDE)]:
+        images = random_images(2, MAX_SIDE)[..., :height, :width].contiguous()
         for found, expected in zip(run(images), classifier(images), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -70,7 +70,7 @@ def test_it_tells_about_itself_and_not_of_the_machine(directory, program, int8_p
 
 def test_larger_pictures_are_refused(program):
     with pytest.raises(RuntimeError):
-        open_program(program[0].read_bytes())(random_images(1, 8).repeat(1, 1, 1, LARGEST_SIDE // 8 + 1))
+        open_program(program[0].read_bytes())(random_images(1, 8).repeat(1, 1, 1, MAX_SIDE // 8 + 1))
 
 
 def test_the_command_says_nothing_of_what_the_exporters_say(directory, tmp_path):

@@ -9,12 +9,12 @@ from streamclr.encoders.resnet import STEMS
 if TYPE_CHECKING:
     from streamclr.models.pretrained import Pretrained
 
-MOST_NAMED = 100  # classes on the card; config.json has them all
+MAX_NAMED = 100  # class names on the card; config.json has them all
 
 
 @dataclass(frozen=True)
 class Card:
-    """What is known about how a model came to be; None where it is not."""
+    """What is known about how a model was made; None: not known."""
 
     source: str | None = None  # the kind of stream, as in "a camera"
     policy: str | None = None
@@ -59,7 +59,7 @@ def _front_matter(model: "Pretrained") -> str:
 
 def _title(model: "Pretrained") -> str:
     n = len(model.classes)
-    names = json.dumps(model.classes, ensure_ascii=False) if n <= MOST_NAMED else "in config.json, id2label"
+    names = json.dumps(model.classes, ensure_ascii=False) if n <= MAX_NAMED else "in config.json, id2label"
     return f"""# A {model.architecture.encoder} that learned from {model.card.source or "a stream"}
 
 An image classifier for {n} {"class" if n == 1 else "classes"}: {model.architecture}, for images of {model.size} px.

@@ -7,29 +7,29 @@ from torch import Tensor
 
 from streamclr.classifier import Classifier
 from streamclr.models.formats.quantise import Calibration
-from streamclr.models.formats.quiet import quiet
+from streamclr.models.formats.quiet import quiet_stderr
 from streamclr.models.formats.reader import PROGRAM_SEAL, about_text, sealed
 from streamclr.models.parity import ExportedFunction
 
-LARGEST_SIDE = 1920  # of a picture; ExecuTorch sets memory aside for the largest, 56 MB for this one
+MAX_SIDE = 1920  # pixels of an image; ExecuTorch reserves memory for the largest, here 56 MB
 
 
 def make_executorch(classifier: Classifier, about: dict[str, Any], calibration: Calibration | None) -> bytes:
-    """int8 without a second look, which few accelerators could run."""
-    with quiet():
+    """int8 has no second look: few accelerators could run it."""
+    with quiet_stderr():
         program = make_program(classifier, about_text(about), None if calibration is None else calibration.ranges)
     return sealed(program, PROGRAM_SEAL)
 
 
 def open_executorch(content: bytes) -> ExportedFunction:
-    with quiet():
+    with quiet_stderr():
         return open_program(content)
 
 
 def make_program(classifier: Classifier, about: str, calibration: Tensor | None) -> bytes:
-    """A method `forward` for one picture at a time, of any size up to the largest, and a method `metadata`.
+    """A method `forward` for one image at a time, of any size up to MAX_SIDE, and a method `metadata`.
 
-    calibration: images from which int8 takes the ranges of the activations; None leaves all in float.
+    calibration: images that give int8 the ranges of the activations; None for float.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
@@ -38,7 +38,7 @@ def make_program(classifier: Classifier, about: str, calibration: Tensor | None)
     if calibration is not None:
         _quantise(plain, calibration)
     example = torch.zeros(1, 3, classifier.size + 1, classifier.size + 2, dtype=torch.uint8)
-    height, width = (torch.export.Dim(name, min=1, max=LARGEST_SIDE) for name in ("height", "width"))
+    height, width = (torch.export.Dim(name, min=1, max=MAX_SIDE) for name in ("height", "width"))
     lowered = to_edge_transform_and_lower(
         torch.export.export(plain, (example,), dynamic_shapes=({2: height, 3: width},)),
         partitioner=[XnnpackPartitioner()],
@@ -49,7 +49,7 @@ def make_program(classifier: Classifier, about: str, calibration: Tensor | None)
 
 
 def _quantise(classifier: Classifier, images: Tensor) -> None:
-    """Its encoder in 8 bits, with a scale for each channel of the weights and one for each activation."""
+    """Quantise the encoder: a scale for each channel of the weights and one for each activation."""
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer,
         get_symmetric_quantization_config,
@@ -67,7 +67,7 @@ def _quantise(classifier: Classifier, images: Tensor) -> None:
 
 
 def open_program(content: bytes) -> ExportedFunction:
-    """By ExecuTorch's own runtime, the pictures one after the other."""
+    """Run by ExecuTorch's own runtime, one image at a time."""
     from executorch.runtime import Runtime
 
     program = Runtime.get().load_program(content)
@@ -75,7 +75,7 @@ def open_program(content: bytes) -> ExportedFunction:
 
     def run(
         images: Tensor, _held: object = (content, program)
-    ) -> tuple[Tensor, ...]:  # neither is copied or held there
+    ) -> tuple[Tensor, ...]:  # the runtime keeps no reference to them
         found = [[part.clone() for part in forward.execute([image])] for image in images.split(1)]
         return tuple(map(torch.cat, zip(*found, strict=True)))
 

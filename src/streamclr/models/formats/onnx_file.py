@@ -42,14 +42,14 @@ def make_onnx(classifier: Classifier, about: dict[str, Any], calibration: Calibr
 
 
 def _int8(model: "onnx.ModelProto", calibration: Calibration) -> "onnx.ModelProto":
-    """The same in 8 bits, with a second look if it changes too many classes without."""
+    """The same in 8 bits; with a second look if too many classes would change without one."""
     from streamclr.models.formats.second_look import least_margin, look_again  # needs onnx
 
     quantised = quantise(model, calibration.ranges)
     _strip(quantised)
     if calibration.doubts is not None:
         parts = calibration.doubts.split(64)
-        exact, found = (run_by(session_of(file.SerializeToString(), n_threads=1)) for file in (model, quantised))
+        exact, found = (as_function(session_of(file.SerializeToString(), n_threads=1)) for file in (model, quantised))
         least = least_margin(*(torch.cat([run(part)[0] for part in parts]) for run in (exact, found)))
         if least:
             look_again(quantised, model, least)
@@ -57,7 +57,7 @@ def _int8(model: "onnx.ModelProto", calibration: Calibration) -> "onnx.ModelProt
 
 
 def _strip(model: "onnx.ModelProto") -> None:
-    """Leave out stack traces and what else torch tells about itself; plain names for nodes and sizes."""
+    """Remove stack traces and other notes of torch; plain names for nodes and sizes."""
     graph = model.graph
     del graph.value_info[:]
     for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
@@ -73,19 +73,19 @@ def _strip(model: "onnx.ModelProto") -> None:
 
 
 def open_onnx(content: bytes) -> ExportedFunction:
-    """As `predict` does, but for one thread: what it would refuse is never written."""
-    return run_by(checked_session(content, Path("the file"), n_threads=1)[0])
+    """As `predict` opens it, on one thread: a file that `predict` would refuse is never written."""
+    return as_function(checked_session(content, Path("the file"), n_threads=1)[0])
 
 
-def run_by(session: "onnxruntime.InferenceSession", outputs: tuple[str, ...] = OUTPUTS) -> ExportedFunction:
+def as_function(session: "onnxruntime.InferenceSession", outputs: tuple[str, ...] = OUTPUTS) -> ExportedFunction:
     return lambda images: tuple(map(torch.from_numpy, session.run(outputs, {"images": images.numpy()})))
 
 
 def looked_again(content: bytes, images: Tensor) -> float | None:
     """The share of these images that an ONNX file runs twice; None if it has no second look."""
-    from streamclr.models.formats.second_look import telling
+    from streamclr.models.formats.second_look import with_doubtful
 
-    if (told := telling(content)) is None:
+    if (told := with_doubtful(content)) is None:
         return None
-    run = run_by(session_of(told, n_threads=1), ("doubtful",))
+    run = as_function(session_of(told, n_threads=1), ("doubtful",))
     return float(torch.cat([run(part)[0] for part in images.split(64)]).double().mean())

@@ -1,10 +1,10 @@
-"""The fields of a protobuf message, so that a model can be looked at before anything is made of it."""
+"""Reads the fields of a protobuf message, to check a model before a runtime opens it."""
 
 from collections.abc import Iterator
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Number and value of each field, in their order; a ValueError where the bytes are no message."""
+    """Number and value of each field, in order; a ValueError if the bytes are no message."""
     place, end = 0, len(message)
 
     def varint() -> int:
@@ -28,7 +28,7 @@ def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
     while place < end:
         key = varint()
-        if key >= 2**32:  # other readers cut it off there, and would see another field
+        if key >= 2**32:  # other readers cut it off there, and would read another field
             raise ValueError("a field number is too large")
         number, kind = key >> 3, key & 7
         if not number or kind not in (0, 1, 2, 5):

@@ -17,9 +17,9 @@ N_CALIBRATION = 256  # images of the buffer, at most
 
 
 class Calibration(NamedTuple):
-    """Images from which the ranges of the activations are taken, and others on which the doubt is measured.
+    """Images that give the ranges of the activations, and others to measure how often int8 changes a class.
 
-    The second are None where nothing is to be looked at again.
+    doubts: None for no second look.
     """
 
     ranges: Tensor
@@ -27,8 +27,8 @@ class Calibration(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Tensor, pure: bool) -> "Calibration":
-        """No image of the buffer is in both. Random views widen the ranges: images that the buffer has not seen are
-        clipped less, and the error on them is nearly halved (docs/log.md)."""
+        """No image of the buffer is in both. Random views widen the ranges, so that new images are clipped less: that
+        nearly halves the error on them (docs/log.md)."""
         images = buffer[torch.linspace(0, len(buffer) - 1, min(len(buffer), N_CALIBRATION)).long()]
         if pure:
             return cls(torch.cat([images, *_views(images, 1)]), None)
@@ -42,10 +42,10 @@ def _views(images: Tensor, n: int) -> list[Tensor]:
 
 
 def quantise(model: "onnx.ModelProto", images: Tensor) -> "onnx.ModelProto":
-    """A copy with QDQ nodes: weights with a scale for each channel, unsigned activations with one a tensor.
+    """A copy with QDQ nodes: a scale for each channel of the weights, and one for each tensor of unsigned activations.
 
-    images: from which the ranges of the activations are taken. The largest count: without the last 0.01 % of them
-    fewer classes stay the same (docs/log.md).
+    images: give the ranges of the activations, from minimum to maximum; leaving out the last 0.01 % changes more
+    classes (docs/log.md).
     """
     import onnx
     import onnxruntime.quantization as ort
@@ -57,10 +57,10 @@ def quantise(model: "onnx.ModelProto", images: Tensor) -> "onnx.ModelProto":
             return next(batches, None)
 
     nodes = encoder_nodes(model)
-    with tempfile.TemporaryDirectory() as place:  # onnxruntime gives it as a file alone
+    with tempfile.TemporaryDirectory() as place:  # onnxruntime writes it only to a file
         file = Path(place) / "int8.onnx"
         ort.quantize_static(
-            copy.deepcopy(model),  # which it takes apart
+            copy.deepcopy(model),  # it changes the model
             file,
             Reader(),
             quant_format=ort.QuantFormat.QDQ,
@@ -75,7 +75,7 @@ def quantise(model: "onnx.ModelProto", images: Tensor) -> "onnx.ModelProto":
 
 
 def encoder_nodes(model: "onnx.ModelProto") -> "list[onnx.NodeProto]":
-    """Convolutions, relus, max-pools and the sums of two paths: what a CPU gains from, and nothing before it."""
+    """Convolutions, relus, max-pools and the sums of two paths, which a CPU runs faster in 8 bits."""
     weights = {tensor.name for tensor in model.graph.initializer}
     nodes = list(model.graph.node)
     nodes = nodes[[node.op_type for node in nodes].index("Conv") :]

@@ -10,16 +10,28 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Exporters say much that is not for a user, those that are not in Python straight to stderr."""
-    before, stderr = logging.root.manager.disable, os.dup(2)
+    """Without the warnings and log lines of Python."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), open(os.devnull, "w") as nothing:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            sys.stderr.flush()
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """The same, and nothing on the file descriptor of stderr."""
+    # For ExecuTorch only: its C++ library logs to descriptor 2 when it is loaded, and has no setting for that. Lines of
+    # other threads are lost meanwhile, but an export is a command of its own.
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with quiet(), open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 2)
             yield
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        logging.disable(before)

@@ -1,25 +1,25 @@
-"""The second look: where int8 is in doubt between two classes, the same file runs the image again in float."""
+"""The second look: where int8 is unsure between two classes, the same file runs the image again in float."""
 
 import onnx
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-MOST_CHANGED = 0.003  # share of the classes that int8 may change unnoticed; with 0.005 the mark of 1 % was near
+MAX_CHANGED = 0.003  # share of the images whose class int8 may change without a second look; 0.005 came close to 1 %
 
 
 def margin(probabilities: Tensor) -> Tensor:
-    """Between the two most probable classes, n."""
+    """The difference between the two largest probabilities of each image, n."""
     two = probabilities.topk(2, 1).values
     return two[:, 0] - two[:, 1]
 
 
 def least_margin(exact: Tensor, found: Tensor) -> float:
-    """The margin below which an image is in doubt; 0 where none has to be.
+    """The margin below which an image needs a second look; 0 if none does.
 
-    exact, found: probabilities in float and int8 of the same images, n x classes. Few of their classes change, too few
-    to count. So the error on each image is put on every image, and the share of changed classes above a margin is
-    that over all these pairs.
+    exact, found: probabilities in float and int8 of the same images, n x classes. Too few of their classes change to
+    count them. So the error of each image is applied to every image, and the share of changed classes above a margin is
+    taken over all these pairs.
     """
     if found.shape[1] < 2:  # a single class
         return 0.0
@@ -30,15 +30,15 @@ def least_margin(exact: Tensor, found: Tensor) -> float:
         [((own + errors).argmax(1) != c).double().mean() for own, c in zip(logits, first, strict=True)]
     )
     surest = margins.argsort(descending=True)
-    fine = changed[surest].cumsum(0) <= MOST_CHANGED * len(found)
+    fine = changed[surest].cumsum(0) <= MAX_CHANGED * len(found)
     return 0.0 if fine.all() else float(f"{margins[surest[fine.sum()]]:.3g}")
 
 
 def look_again(quantised: onnx.ModelProto, model: onnx.ModelProto, least: float) -> None:
-    """Give the quantised file a second look at images with less than this margin, by the float model it came from.
+    """Add a second look at images below this margin to the quantised file, by the float model that it came from.
 
-    Both begin with the same pre-processing, whose result the float encoder takes in: only the rows in doubt, and
-    nothing is run where there are none.
+    Both have the same pre-processing. The float encoder takes its result, only the doubtful rows; without any it does
+    not run.
     """
     graph, outputs = quantised.graph, ["probabilities", "features"]
     for node in graph.node:
@@ -78,7 +78,7 @@ def look_again(quantised: onnx.ModelProto, model: onnx.ModelProto, least: float)
             helper.make_node("MatMul", ["largest", "difference"], ["margin"]),
             helper.make_node("Less", ["margin", "least_margin"], ["doubtful"]),
             helper.make_node("NonZero", ["doubtful"], ["numbers"]),
-            helper.make_node("Transpose", ["numbers"], ["rows"]),  # as many as are in doubt x 1
+            helper.make_node("Transpose", ["numbers"], ["rows"]),  # n doubtful x 1
             helper.make_node("Size", ["rows"], ["n_doubtful"]),
             helper.make_node("Greater", ["n_doubtful", "none"], ["any"]),
             helper.make_node("If", ["any"], outputs, then_branch=then, else_branch=otherwise),
@@ -87,12 +87,12 @@ def look_again(quantised: onnx.ModelProto, model: onnx.ModelProto, least: float)
 
 
 def _pixels(model: onnx.ModelProto) -> str:
-    """The standardised images, which the first convolution takes in."""
+    """The name of the standardised images, the input of the first convolution."""
     return next(node.input[0] for node in model.graph.node if node.op_type == "Conv")
 
 
 def _encoder(model: onnx.ModelProto) -> onnx.GraphProto:
-    """What comes after the pre-processing, from `again_pixels` on; all names begin with `again_`."""
+    """What comes after the pre-processing, with the input `again_pixels`; all names begin with `again_`."""
     pixels, nodes = _pixels(model), []
     needed = {output.name for output in model.graph.output}
     for node in reversed(model.graph.node):
@@ -116,8 +116,8 @@ def _float(name: str) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
 
 
-def telling(content: bytes) -> bytes | None:
-    """The same file with a third output, `doubtful`: which images it runs twice. None if it runs none twice."""
+def with_doubtful(content: bytes) -> bytes | None:
+    """The same file with a third output, `doubtful`: which images it runs twice. None if it has no second look."""
     model = onnx.load_from_string(content)
     if not any("doubtful" in node.output for node in model.graph.node):
         return None

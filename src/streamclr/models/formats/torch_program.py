@@ -13,7 +13,7 @@ from streamclr.models.parity import ExportedFunction
 
 
 def export_program(classifier: Classifier) -> torch.export.ExportedProgram:
-    """The graph, for any number of images of any size, without the places in the source that it came from."""
+    """The graph, for any number of images of any size, without stack traces."""
     example = torch.zeros(2, 3, classifier.size + 1, classifier.size + 2, dtype=torch.uint8)
     n, height, width = (torch.export.Dim(name, min=1) for name in ("n", "height", "width"))
     with quiet():
