@@ -104,5 +104,5 @@ def test_rank_correlation_is_scipys():
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("change", [torch.Tensor.float, torch.Tensor.short, lambda x: x / 255, lambda x: x[0]])
 def test_what_is_no_batch_of_stored_images_is_refused(model, change, precision):
-    with pytest.raises(UserError, match="the images are .*uint8"):
+    with pytest.raises(UserError, match=r"the images are .*uint8"):
         contrast_score(model, change(random_images(4)), precision)
