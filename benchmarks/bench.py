@@ -85,7 +85,7 @@ def scoring() -> None:
     pool = images(512)
     learner = Learner(resnet18(), FIFOReplace(), buffer_size=256, device="cpu")
     learner.learn_many(pool[:256])
-    policy = ContrastScoring()
+    policy = ContrastScoring(precision="auto")
     policy._score(learner.model, pool[:128])  # chooses the precision
     shares = {every: rescored_share(every) for every in (1, 4, 20, 50, 100, 200)}
     plain, spent = [], {every: [] for every in shares}

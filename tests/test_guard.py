@@ -12,7 +12,7 @@ from streamclr import ContrastScoring, FIFOReplace, Guarded, Learner, RandomRepl
 from streamclr import guards as guard_module
 from streamclr.buffer import Buffer, Pool
 from streamclr.experiments.beyond.unusable import KINDS, Clip, Lying
-from streamclr.guards import GUARDS, contrast, duplicates, looks, neighbour_correlation
+from streamclr.guards import GUARDS, appearance, coarse_std, duplicates, neighbour_correlation
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolved
@@ -21,7 +21,7 @@ from support.images import random_images
 
 
 def photographs(n, seed=0, size=32):
-    """Images without a lie among them."""
+    """Images that are all usable."""
     return open_stream(f"synthetic:?stc=1&size={size}&seed={seed}").read(n)
 
 
@@ -31,7 +31,7 @@ def make_pool(images, n_old=0):
     return Pool(images.clone(), torch.full((n,), torch.nan), age, torch.arange(n), n_buffer=n_old)
 
 
-def lie(kind, n, size=32):
+def spoiled(kind, n, size=32):
     images = photographs(n, seed=1, size=size)
     return torch.stack([KINDS[kind](x, torch.Generator().manual_seed(i)) for i, x in enumerate(images)])
 
@@ -49,7 +49,7 @@ class Spy:
 
 
 @pytest.mark.parametrize("make", [ContrastScoring, RandomReplace, FIFOReplace])
-def test_without_lies_it_is_the_policy_itself(make, model):
+def test_without_unusable_frames_it_is_the_policy_itself(make, model):
     plain, guarded = make(), Guarded(make())
     for seed in range(3):
         pools = [make_pool(photographs(24, seed), 12) for _ in range(2)]
@@ -64,7 +64,7 @@ def test_without_lies_it_is_the_policy_itself(make, model):
     [("uniform", "noise"), ("gaussian", "noise"), ("salt", "noise"), ("dark", "blank"), ("smear", "smear")],
 )
 def test_what_no_camera_sees_is_hidden(kind, reason, model):
-    images = torch.cat([photographs(12), lie(kind, 5)])
+    images = torch.cat([photographs(12), spoiled(kind, 5)])
     guarded = Guarded(Spy())
     assert guarded.keep(make_pool(images), 8, model).max() < 12
     assert len(guarded.policy.pools[0]) == 12
@@ -73,8 +73,8 @@ def test_what_no_camera_sees_is_hidden(kind, reason, model):
 
 def test_photographs_are_neither_noise_nor_blank():
     images = photographs(300, size=32)
-    assert neighbour_correlation(images).min() > guard_module.LEAST_CORRELATION
-    assert contrast(images).min() > guard_module.LEAST_CONTRAST
+    assert neighbour_correlation(images).min() > guard_module.MIN_NEIGHBOUR_CORRELATION
+    assert coarse_std(images).min() > guard_module.MIN_COARSE_STD
 
 
 def test_frozen_frames_count_once_and_the_one_in_the_buffer_stays(model):
@@ -108,7 +108,7 @@ def test_an_image_leaves_after_its_time(model):
 
 def test_where_too_few_are_left_the_least_bad_come_back(model):
     good = photographs(3)
-    images = torch.cat([lie("dark", 3), good[:1], lie("uniform", 3), good])
+    images = torch.cat([spoiled("dark", 3), good[:1], spoiled("uniform", 3), good])
     guarded = Guarded(Spy())
     assert set(guarded.keep(make_pool(images), 5, model).tolist()) >= {
         3,
@@ -120,7 +120,7 @@ def test_where_too_few_are_left_the_least_bad_come_back(model):
 
 
 def test_scores_are_written_back_for_what_the_policy_saw(model):
-    pool = make_pool(torch.cat([lie("uniform", 2), photographs(6)]), n_old=4)
+    pool = make_pool(torch.cat([spoiled("uniform", 2), photographs(6)]), n_old=4)
     Guarded(Spy()).keep(pool, 4, model)
     assert pool.score.isnan().tolist() == [True, True] + [False] * 6
     assert pool.n_rescored == 2
@@ -184,11 +184,11 @@ def test_memory_is_bounded(model, monkeypatch):
     assert guarded._stream.n_added > 100
     assert len(guarded._entered) == 64
     tensors = [v for v in guarded.state_dict()["stream"].values() if isinstance(v, torch.Tensor)]
-    assert [tuple(t.shape) for t in tensors] == [(50, guard_module.N_LOOKS)]
+    assert [tuple(t.shape) for t in tensors] == [(50, guard_module.N_APPEARANCE)]
 
 
 def test_the_memory_is_a_ring():
-    memory, looks = guard_module.Memory(5), torch.arange(13.0)[:, None].expand(-1, guard_module.N_LOOKS)
+    memory, looks = guard_module.AppearanceRing(5), torch.arange(13.0)[:, None].expand(-1, guard_module.N_APPEARANCE)
     for part in looks.split([2, 0, 4, 1, 6]):
         memory.add(part)
     assert sorted(memory.looks[:, 0].tolist()) == [8, 9, 10, 11, 12]
@@ -226,7 +226,7 @@ def test_a_saved_state_does_not_change_with_the_next_step(model):
     share_of_green(guarded, model)
     state = guarded.state_dict()
     before = copy.deepcopy(state)
-    guarded._stream.add(torch.zeros(9, guard_module.N_LOOKS))
+    guarded._stream.add(torch.zeros(9, guard_module.N_APPEARANCE))
     assert torch.equal(state["stream"]["looks"], before["stream"]["looks"])
 
 
@@ -293,9 +293,9 @@ def test_a_clip_begins_again():
 
 def test_looks_do_not_depend_on_the_company():
     images = photographs(200, size=32)
-    assert looks(images).shape == (200, guard_module.N_LOOKS)
-    assert torch.allclose(looks(images[150:153]), looks(images)[150:153], atol=1e-5)
-    assert looks(torch.zeros(2, 3, 5, 7, dtype=torch.uint8)).isfinite().all()
+    assert appearance(images).shape == (200, guard_module.N_APPEARANCE)
+    assert torch.allclose(appearance(images[150:153]), appearance(images)[150:153], atol=1e-5)
+    assert appearance(torch.zeros(2, 3, 5, 7, dtype=torch.uint8)).isfinite().all()
 
 
 @pytest.mark.parametrize(

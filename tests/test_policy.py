@@ -1,6 +1,7 @@
 """The contract that every policy passes, and what each one promises beyond it."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ MAKERS = {
     **POLICIES,
     "contrast, lazy": lambda: ContrastScoring(rescore_every=3),
     "selective-bp, beta": lambda: SelectiveBackprop(beta=1.0),
-    "contrast, guarded": lambda: Guarded(ContrastScoring()),
-    "random, guarded": lambda: Guarded(RandomReplace()),
+    "contrast, auto": lambda: ContrastScoring(precision="auto"),
+    **{f"{name}, guarded": lambda make=make: Guarded(make()) for name, make in POLICIES.items()},
 }
 every_policy = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
@@ -74,27 +75,39 @@ def test_leaves_images_and_model_alone(make, model):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+def steps(policy, model, sizes, buffer_size=6, first=0):
+    """The arrival numbers in the buffer after each segment."""
+    buffer, kept = Buffer(buffer_size), []
+    for seed, n in enumerate(sizes, first):
+        pool = buffer.pool(random_images(n, seed=seed))
+        buffer.replace(pool, policy.keep(pool, min(buffer_size, len(pool)), model))
+        kept.append(buffer.arrivals.tolist())
+    return kept
+
+
 @every_policy
-def test_deterministic_by_seed_and_state_round_trip(make, model):
+def test_deterministic_by_seed_and_resumes_bit_by_bit(make, model):
     first, second = make(), make()
-    for seed in range(3):
-        assert torch.equal(first.keep(make_pool(5, 7, seed), 6, model), second.keep(make_pool(5, 7, seed), 6, model))
-    if not hasattr(first, "state_dict"):
-        return
-    state = copy.deepcopy(first.state_dict())
-    ahead = [first.keep(make_pool(5, 7, seed), 6, model) for seed in range(3)]
+    assert steps(first, model, [5, 7, 3]) == steps(second, model, [5, 7, 3])
+    state = copy.deepcopy(first.state_dict()) if hasattr(first, "state_dict") else None
+    ahead = steps(first, model, [7, 4, 7], first=3)
     third = make()
-    third.load_state_dict(state)
-    assert all(torch.equal(a, third.keep(make_pool(5, 7, seed), 6, model)) for seed, a in enumerate(ahead))
+    if state is not None:
+        third.load_state_dict(state)
+    assert steps(third, model, [7, 4, 7], first=3) == ahead
 
 
 @every_policy
-def test_works_in_a_buffer_over_many_steps(make, model):
-    policy, buffer = make(), Buffer(6)
-    for step, n in enumerate([2, 3, 9, 1, 6, 6, 20]):
-        pool = buffer.pool(random_images(n, seed=step))
-        buffer.replace(pool, policy.keep(pool, min(6, len(pool)), model))
-        assert len(buffer) == min(6, buffer.n_seen)
+@pytest.mark.parametrize("n_old", [0, 1])
+def test_a_pool_of_one_image(make, model, n_old):
+    assert make().keep(make_pool(n_old, 1 - n_old), 1, model).tolist() == [0]
+
+
+@every_policy
+@pytest.mark.parametrize("sizes", [[2, 3, 9, 1, 6, 6, 20], [1, 1, 1, 1], [40, 2]])
+def test_works_in_a_buffer_with_segments_of_any_size(make, model, sizes):
+    for n_seen, kept in zip(itertools.accumulate(sizes), steps(make(), model, sizes), strict=True):
+        assert len(set(kept)) == min(6, n_seen)
 
 
 @pytest.mark.parametrize("make", [RandomReplace, Reservoir, SelectiveBackprop, KCenter])

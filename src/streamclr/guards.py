@@ -1,4 +1,4 @@
-"""Guards against frames that lie: what can teach nothing is hidden from the policy, which would hoard it."""
+"""Filters for unusable frames (noise, smears, black, frozen), with which a policy would fill the buffer."""
 
 import math
 from collections import Counter
@@ -16,21 +16,21 @@ from streamclr.base.options import one_of
 from streamclr.buffer import Pool, checked_keep
 from streamclr.policy import Policy
 
-# From the least bad to the worst: in this order they come back where too few images are left.
+# From the mildest to the worst: if too few images are left, hidden ones come back in this order.
 GUARDS = ("stay", "duplicates", "quarantine", "smear", "noise", "blank")
 
 
 class Guarded:
-    """A policy that does not see the frames that lie; it chooses among the others as it always does.
+    """Hides unusable frames from a policy, which chooses among the others.
 
     guards: `on` (all of them), or some of these with commas between.
-        duplicates: images that look the same count once (mean difference of the pixels, of 255, up to `tolerance`).
-        blank: black and covered frames, without any contrast but that of the sensor's noise.
-        noise: frames whose neighbouring pixels have nothing to do with each other.
-        smear: frames with a quarter of their rows or columns the same as the one before, which no sensor sees.
-        stay: an image leaves when `stay` times as many images as the buffer holds have come after it.
-        quarantine: what looks like the images whose score does not fall in `patience` steps of training, if these look
-            so `over` times as often as the stream does.
+        duplicates: of equal images only the first counts (mean difference of the pixels, of 255, up to `tolerance`).
+        blank: black and covered frames, which have no contrast except the sensor's noise.
+        noise: frames whose neighbouring pixels are not correlated.
+        smear: frames in which a quarter of the rows or columns repeat the one before.
+        stay: an image leaves after `stay` x (buffer size) newer images have arrived.
+        quarantine: images that look like those whose score did not fall in `patience` steps of training, if such images
+            are `over` times as frequent among these as in the stream.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class Guarded:
                 f"patience ({patience}) and over ({over}) not below 1"
             )
         self.tolerance, self.stay, self.patience, self.over = tolerance, stay, patience, over
-        self.kept_out: Counter[str] = Counter()  # images that the policy did not see, by the guard that hid them
-        self.hidden: dict[int, str] = {}  # arrival number: the guard that hid it from the last choice
-        self.seconds = dict.fromkeys(self.guards, 0.0)  # that each guard took, in this process
-        self._entered: dict[int, float] = {}  # arrival number: score on entering the buffer; inf once it is a suspect
-        self._suspects = Memory(N_SUSPECTS)
-        self._stream = Memory(N_STREAM)
+        self.kept_out: Counter[str] = Counter()  # number of hidden images, by guard
+        self.hidden: dict[int, str] = {}  # arrival number: the guard that hid it in the last step
+        self.seconds = dict.fromkeys(self.guards, 0.0)  # spent in each guard, in this process
+        self._entered: dict[int, float] = {}  # arrival number: first score; inf once it is a suspect
+        self._suspects = AppearanceRing(N_SUSPECTS)
+        self._stream = AppearanceRing(N_STREAM)
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
-        why, look = self._hide(pool, size)
-        seen = why < 0
-        if int(seen.sum()) < size:  # too few: the least bad ones come back
-            seen[why.argsort(stable=True)[:size]] = True
-        arrivals, worst = pool.arrival[~seen].tolist(), why[~seen].tolist()
+        guard, looks = self._hide(pool, size)
+        seen = guard < 0
+        if int(seen.sum()) < size:  # too few: the mildest cases come back
+            seen[guard.argsort(stable=True)[:size]] = True
+        arrivals, worst = pool.arrival[~seen].tolist(), guard[~seen].tolist()
         self.hidden = {arrival: GUARDS[number] for arrival, number in zip(arrivals, worst, strict=True)}
         self.kept_out.update(self.hidden.values())
         if bool(seen.all()):
@@ -73,47 +73,47 @@ class Guarded:
             keep = rows[checked_keep(self.policy.keep(view, size, model), view, size)]
             pool.score[rows] = view.score
             pool.n_rescored += view.n_rescored
-        if look is not None:
-            self._note(pool, keep, look)
+        if looks is not None:
+            self._note_suspects(pool, keep, looks)
         return keep
 
     def _hide(self, pool: Pool, size: int) -> tuple[Tensor, Tensor | None]:
-        """For each image the number of the worst guard that hides it, or -1; and its looks, if they were needed."""
-        look = None
+        """For each image the index of the worst guard that hides it, or -1; and the appearances, if computed."""
+        looks = None
 
         def quarantined() -> Tensor:
-            nonlocal look
-            look = looks(pool.images).cpu()
-            return self._quarantined(pool, look)
+            nonlocal looks
+            looks = appearance(pool.images).cpu()
+            return self._quarantined(pool, looks)
 
         hides: dict[str, Callable[[], Tensor]] = {
             "stay": lambda: pool.arrival.max() - pool.arrival >= self.stay * size,
             "duplicates": lambda: duplicates(pool.images, self.tolerance),
             "quarantine": quarantined,
-            **{name: partial(lies, pool.images) for name, lies in LIES.items()},
+            **{name: partial(check, pool.images) for name, check in FRAME_CHECKS.items()},
         }
-        why = torch.full((len(pool),), -1, device=pool.age.device)
+        worst = torch.full((len(pool),), -1, device=pool.age.device)
         for number, guard in enumerate(GUARDS):
             if guard in self.guards:
                 started = perf_counter()
-                why[hides[guard]()] = number
+                worst[hides[guard]()] = number
                 self.seconds[guard] += perf_counter() - started
-        return why, look
+        return worst, looks
 
-    def _quarantined(self, pool: Pool, look: Tensor) -> Tensor:
-        """Which images look as the suspects do and the stream does not: among the nearest looks of both."""
-        self._stream.add(look[((pool.age == 0) & (pool.arrival % STREAM_EVERY == 0)).cpu()])
+    def _quarantined(self, pool: Pool, looks: Tensor) -> Tensor:
+        """Which images look like suspects and unlike the stream, by their nearest neighbours among both."""
+        self._stream.add(looks[((pool.age == 0) & (pool.arrival % STREAM_EVERY == 0)).cpu()])
         n_suspects, n_stream = len(self._suspects), len(self._stream)
         if min(n_suspects, n_stream) < N_NEAREST:
             return torch.zeros_like(pool.age, dtype=torch.bool)
         known = torch.cat([self._suspects.looks, self._stream.looks])
         scale = self._stream.looks.std(0).clamp_(min=1e-6)
-        nearest = torch.cdist(look / scale, known / scale).topk(N_NEAREST, largest=False).indices
+        nearest = torch.cdist(looks / scale, known / scale).topk(N_NEAREST, largest=False).indices
         n_near = (nearest < n_suspects).sum(1)
         return (n_near / n_suspects > self.over * (N_NEAREST - n_near) / n_stream).to(pool.age.device)
 
-    def _note(self, pool: Pool, keep: Tensor, look: Tensor) -> None:
-        """The suspects among the images that stay: trained on for long enough, scored again, and above what it was."""
+    def _note_suspects(self, pool: Pool, keep: Tensor, looks: Tensor) -> None:
+        """Remember kept images that were trained on for `patience` steps and yet score above their first score."""
         score, age, arrival = (column[keep].tolist() for column in (pool.score, pool.age, pool.arrival))
         self._entered = {n: self._entered.get(n, s) for n, s in zip(arrival, score, strict=True)}
         suspects = []
@@ -121,7 +121,7 @@ class Guarded:
             if steps >= self.patience and s > self._entered[n]:
                 suspects.append(row)
                 self._entered[n] = math.inf
-        self._suspects.add(look[keep.cpu()][suspects])
+        self._suspects.add(looks[keep.cpu()][suspects])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -142,16 +142,16 @@ class Guarded:
         self._stream.load_state_dict(state["stream"])
 
 
-N_NEAREST = 64  # looks that decide about an image
-N_SUSPECTS, N_STREAM = 1024, 4096  # looks that are remembered
-STREAM_EVERY = 3  # images of the stream for each look of it that is remembered
-MOST_REPEATED = 0.25  # of the rows or columns
-LEAST_CONTRAST = 3.0  # of 255; in CIFAR-10 none is below 6
-LEAST_CORRELATION = 0.3  # of neighbouring pixels; in CIFAR-10 none is below 0.55, and noise has up to 0.1
+N_NEAREST = 64  # neighbours that decide about an image
+N_SUSPECTS, N_STREAM = 1024, 4096  # appearances remembered
+STREAM_EVERY = 3  # every third image of the stream is remembered
+MIN_SMEARED_SHARE = 0.25  # of the rows or columns
+MIN_COARSE_STD = 3.0  # of 255; in CIFAR-10 none is below 6
+MIN_NEIGHBOUR_CORRELATION = 0.3  # in CIFAR-10 none is below 0.55; noise has up to 0.1
 
 
 def parse_guards(guards: str) -> tuple[str, ...]:
-    """The guards in `on` or in a list with commas, in their own order."""
+    """The guards in `on` or in a list with commas, in the order of GUARDS."""
     names = list(GUARDS) if guards == "on" else [name.strip() for name in guards.split(",")]
     for name in names:
         if name not in GUARDS:
@@ -159,12 +159,12 @@ def parse_guards(guards: str) -> tuple[str, ...]:
     return tuple(name for name in GUARDS if name in names)
 
 
-class Memory:
-    """The last few looks, in a ring."""
+class AppearanceRing:
+    """The appearances of the last `size` images."""
 
     def __init__(self, size: int):
         self.size, self.n_added = size, 0
-        self.looks = torch.empty(0, N_LOOKS)
+        self.looks = torch.empty(0, N_APPEARANCE)
 
     def __len__(self) -> int:
         return len(self.looks)
@@ -185,17 +185,17 @@ class Memory:
 
 
 def duplicates(images: Tensor, tolerance: float) -> Tensor:
-    """Which images look like an earlier one: mean difference of the pixels, of 255, up to the tolerance."""
-    small = means(images, 2).flatten(1)  # these differ by no more than the images do
+    """Which images equal an earlier one: mean difference of the pixels, of 255, up to the tolerance."""
+    small = means(images, 2).flatten(1)  # a lower bound: means differ by no more than the images
     every = max(1, images[0].numel() // 192)
-    sample = images.flatten(1)[:, ::every].float()  # some of the pixels: their difference is about that of all
+    sample = images.flatten(1)[:, ::every].float()  # some pixels: an estimate of the difference
     hidden = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    for start in range(0, len(images), 512):  # some rows of the matrix of all pairs at a time
+    for start in range(0, len(images), 512):  # rows of the matrix of all pairs, to save memory
         rows = slice(start, start + 512)
         near = (torch.cdist(small[rows], small, p=1.0) / small.shape[1] <= tolerance + 0.01).triu(1 + start)
-        if int(near.sum()) > len(images):  # a camera at rest: nearly all are, and the sensor's noise tells them apart
+        if int(near.sum()) > len(images):  # a camera at rest: the means are too coarse
             near &= torch.cdist(sample[rows], sample, p=1.0) / sample.shape[1] <= tolerance + 0.5
-        for first in (start + near.any(1).nonzero()[:, 0]).tolist():  # nowhere in an ordinary dataset
+        for first in (start + near.any(1).nonzero()[:, 0]).tolist():  # rare in a dataset
             if not hidden[first]:
                 later = (near[first - start] & ~hidden).nonzero()[:, 0]
                 own = images[first].short()
@@ -206,24 +206,24 @@ def duplicates(images: Tensor, tolerance: float) -> Tensor:
 
 
 def means(images: Tensor, n: int) -> Tensor:
-    """Each image in n x n means of its pixels, of 255."""
+    """n x n means of each image's pixels, of 255."""
     n_rows, n_columns = images.shape[2:]
-    return by_few(images, lambda x: F.adaptive_avg_pool2d(x, (min(n, n_rows), min(n, n_columns))))
+    return in_chunks(images, lambda x: F.adaptive_avg_pool2d(x, (min(n, n_rows), min(n, n_columns))))
 
 
-def by_few(images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function of images as floats, of few at a time for the sake of memory."""
+def in_chunks(images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of the images as floats, in chunks to save memory."""
     few = max(1, 2**18 // images.shape[1:].numel())
     return torch.cat([function(part.float()) for part in images.split(few)])
 
 
-def contrast(images: Tensor) -> Tensor:
-    """The standard deviation of 8 x 8 means: of a black frame the sensor's noise leaves little."""
+def coarse_std(images: Tensor) -> Tensor:
+    """Standard deviation of 8 x 8 means, of 255; near 0 for a black frame, because the sensor's noise averages out."""
     return means(images, 8).std((2, 3), correction=0).amax(1)
 
 
 def neighbour_correlation(images: Tensor) -> Tensor:
-    """Of the brightness of neighbouring pixels, across or down, whichever is larger."""
+    """Correlation of the brightness of neighbouring pixels, across or down, the larger of both."""
 
     def correlation(x: Tensor) -> Tensor:
         grey = x.mean(1)
@@ -233,37 +233,37 @@ def neighbour_correlation(images: Tensor) -> Tensor:
         down = (grey[:, 1:] * grey[:, :-1]).mean((1, 2))
         return torch.maximum(across, down) / variance
 
-    return by_few(images, correlation)
+    return in_chunks(images, correlation)
 
 
-def repeated(images: Tensor) -> Tensor:
-    """The share of rows, or of columns, that are not of one colour and yet the same as the one before."""
+def smeared_share(images: Tensor) -> Tensor:
+    """Share of rows, or of columns, that repeat the one before, not counting those of a single colour."""
 
     def share(x: Tensor) -> Tensor:
         same = x.diff(dim=2).abs().amax((1, 3)) <= 1  # n x (H - 1)
-        lively = (x.amax(3) - x.amin(3)).amax(1)[:, 1:] > 32
-        return (same & lively).float().mean(1)
+        varied = (x.amax(3) - x.amin(3)).amax(1)[:, 1:] > 32
+        return (same & varied).float().mean(1)
 
-    return by_few(images, lambda x: torch.maximum(share(x), share(x.transpose(2, 3))))
+    return in_chunks(images, lambda x: torch.maximum(share(x), share(x.transpose(2, 3))))
 
 
-# What a single frame shows by itself, of no use to a person either.
-LIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "smear": lambda images: repeated(images) >= MOST_REPEATED,
-    "noise": lambda images: neighbour_correlation(images) < LEAST_CORRELATION,
-    "blank": lambda images: contrast(images) < LEAST_CONTRAST,
+# The guards that judge a frame by itself.
+FRAME_CHECKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "smear": lambda images: smeared_share(images) >= MIN_SMEARED_SHARE,
+    "noise": lambda images: neighbour_correlation(images) < MIN_NEIGHBOUR_CORRELATION,
+    "blank": lambda images: coarse_std(images) < MIN_COARSE_STD,
 }
 
 
 def unusable(images: Tensor) -> Tensor:
-    """Which of the images lie by themselves."""
-    return torch.stack([lies(images) for lies in LIES.values()]).any(0)
+    """Which images are smears, noise or blank."""
+    return torch.stack([check(images) for check in FRAME_CHECKS.values()]).any(0)
 
 
-def looks(images: Tensor) -> Tensor:
-    """How images look in N_LOOKS numbers that no training changes: colours, and contrast by scale and direction."""
+def appearance(images: Tensor) -> Tensor:
+    """N_APPEARANCE numbers per image, independent of the encoder: colours, and gradients by scale and direction."""
 
-    def look(x: Tensor) -> Tensor:
+    def describe(x: Tensor) -> Tensor:
         level = x.mean((2, 3))
         parts = [level / 32, (x.square().mean((2, 3)) - level.square()).clamp_(min=0).sqrt().log1p()]
         grey = x.mean(1)
@@ -274,7 +274,7 @@ def looks(images: Tensor) -> Tensor:
             grey = F.avg_pool2d(grey, 2, ceil_mode=True)
         return torch.cat(parts, 1)
 
-    return by_few(images, look)
+    return in_chunks(images, describe)
 
 
-N_LOOKS = 18
+N_APPEARANCE = 18

@@ -325,17 +325,16 @@ class Learner:
     def _load_saved_policy(self, state: dict[str, Any], name: str | None) -> None:
         """All or nothing, as the rest; `name` is None in a state of an older version."""
         own_name, own = policy_name(self.policy), deepcopy(self._policy_state())
-        told = (
-            f"the saved state is of the policy {name or 'with ' + (', '.join(state) or 'no state')}, this is {own_name}"
-        )
+        saved = name or f"with the state ({', '.join(state)})"
+        told = f"the saved state is of the policy {saved}, this learner has {own_name}"
         if name not in (None, own_name) or (state and not hasattr(self.policy, "load_state_dict")):
             raise UserError(f"{told}: give the learner the policy that was saved")
         try:
             self._load_policy_state(state)
         except Exception as error:  # noqa: BLE001 (any class may be a policy)
             self._load_policy_state(own)
-            needs = f" with {', '.join(own)}" if name is None else ""
-            raise UserError(f"{told}{needs} ({error!r}): give the learner the policy that was saved") from None
+            how = f"{told} with ({', '.join(own)}), {error!r}"
+            raise UserError(f"{how}: give the learner the policy that was saved") from None
 
     def _policy_state(self) -> dict[str, Any]:
         return self.policy.state_dict() if hasattr(self.policy, "state_dict") else {}

@@ -1,20 +1,20 @@
-"""What is told to a user in one line: the command line prints it and exits 2, or with a signal's code."""
+"""Errors that the command line prints in one line; it exits with 2, or with the code of a signal."""
 
 
 class UserError(ValueError):
-    """Names the value, what is allowed, and what to do about it."""
+    """A mistake that the user can correct: names the value, what is allowed and what to do."""
 
 
 class NotFinite(UserError):
-    """A loss, gradient or statistic that is infinite or no number; the step that met it has changed nothing."""
+    """A loss, gradient or statistic is infinite or NaN; the step has been undone."""
 
 
 class LostRank(UserError):
-    """Another process of the same job is no longer there."""
+    """Another rank of this job has died or cannot be reached."""
 
 
 class QuietExit(Exception):
-    """This rank of a job ends without a word: another speaks for all."""
+    """This rank exits quietly; another rank reports the error."""
 
     def __init__(self, exit_code: int):
         super().__init__(exit_code)
@@ -22,7 +22,7 @@ class QuietExit(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and it has, after a checkpoint."""
+    """A signal stopped the run, after a checkpoint."""
 
     def __init__(self, number: int, message: str):
         super().__init__(message)

@@ -1,1 +1,4 @@
-"""How a step is made fast and small: Adam, fast scoring, chunks, memory plan, ranks. Imports encoders and base."""
+"""How a step is made fast and small: Adam, fast scoring, chunks, memory plan, allocator, ranks.
+
+May import encoders and base.
+"""

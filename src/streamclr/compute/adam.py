@@ -64,14 +64,8 @@ class Adam:
             saved, own = ([list(tensor.shape) for tensor in tensors] for tensors in (state.get(name, []), column))
             if saved != own:
                 i = next((i for i, (a, b) in enumerate(zip(saved, own, strict=False)) if a != b), None)
-                how = (
-                    f"has {len(saved)} {name}, not {len(own)}"
-                    if i is None
-                    else f"{name}[{i}] is {saved[i]}, not {own[i]}"
-                )
-                raise UserError(
-                    f"the saved state does not fit the model: optimizer: {how}: use the encoder that it was saved with"
-                )
+                what = f"{len(saved)} {name}, not {len(own)}" if i is None else f"{name} of {saved[i]}, not {own[i]}"
+                raise UserError(f"the saved state does not fit the model: its optimizer has {what}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state_dict(state)

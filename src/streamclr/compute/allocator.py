@@ -1,4 +1,4 @@
-"""The C library's allocator: keep what a step frees for the next step, or give it back."""
+"""Settings of the C library's allocator: keep the memory that a step frees, or return it to the system."""
 
 import ctypes
 import sys
@@ -7,25 +7,25 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Serve large tensors from the heap and never give it back, instead of mapping them anew each time.
+    """Allocate large tensors from the heap and never return it, instead of mapping them anew each time.
 
-    A step allocates the same tensors again and again; with glibc's defaults a quarter of its time is page faults.
-    Changes no result. For a process of our own (the command line): a library leaves its host's allocator alone.
+    Every step allocates the same tensors; with glibc's defaults a quarter of its time is page faults. Changes no
+    result. Only for our own processes (the command line): a library must not change its host's allocator.
     """
     _set_malloc(mmap_threshold=2**30, trim_threshold=2**31 - 1)
 
 
 def release_freed_memory() -> None:
-    """Map every large tensor by itself, so that what is freed is given back at once and nothing is fragmented.
+    """Map every large tensor separately, so that freed memory is returned at once and nothing is fragmented.
 
-    The price of keeping to a budget of memory: a step takes a third longer. With the threshold at 1 MiB small chunks
-    go to the heap, where chance decides on 20 MiB.
+    For a memory limit; a step takes a third longer. With a threshold of 1 MiB small chunks would go to the heap, and
+    the peak would vary by 20 MiB.
     """
     _set_malloc(mmap_threshold=2**17, trim_threshold=2**22)
 
 
 def _set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
-    """Elsewhere than on glibc this does nothing."""
+    """Does nothing without glibc."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)

@@ -1,13 +1,13 @@
-"""One update's gradient within less memory: the views go through the model a chunk at a time, with the same result.
+"""The gradient of one update in less memory: the views go through the model in chunks, with the same result.
 
-NT-Xent contrasts every view with every other, so that a batch cannot just be split. Two ways around it:
+NT-Xent contrasts every view with every other, so a batch cannot simply be split. There are two ways:
 
 - Gradient caching (Gao et al. 2021), for models that treat every view by itself (GroupNorm, LayerNorm, no norm): encode
   chunk by chunk without a graph, take the loss's gradient with respect to the projections, encode again chunk by chunk
   with the graph. Holds the activations of one chunk. Time: one more forward pass.
-- BatchNorm couples the views in every layer, forward and backward, so here all chunks go through one layer before any
-  goes through the next (`BatchNormPass`). Holds the inputs of the residual blocks, and the activations inside one
-  block, for all views. Time: one more forward pass as well.
+- BatchNorm couples the views in every layer, forward and backward: all chunks go through one layer before any goes
+  through the next (`BatchNormPass`). Holds the inputs of the residual blocks, and the activations inside one block,
+  for all views. Time: one more forward pass.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from streamclr.base.errors import UserError
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Block, PointwiseConv, ResNet
 
-Views = Callable[[slice], Tensor]  # the views in these rows; the same each time it is called
+Views = Callable[[slice], Tensor]  # the views in these rows; the same at every call
 Loss = Callable[[Tensor], Tensor]  # of all projections
 
 
@@ -44,13 +44,13 @@ def check_can_chunk(model: ContrastiveModel) -> None:
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if norms and not (type(model.encoder) is ResNet and all(type(norm) is nn.BatchNorm2d for norm in norms)):
         raise UserError(
-            "memory is given, and the encoder has BatchNorm but is no streamclr ResNet: its statistics of the whole "
-            "batch cannot be had in chunks; use GroupNorm, or leave memory out"
+            "memory is given, and the encoder has BatchNorm but is no streamclr ResNet: only these can compute its "
+            "statistics in chunks; use GroupNorm, or leave memory out"
         )
 
 
 def cached_backward(model: nn.Module, views: Views, rows: list[slice], loss: Loss) -> float:
-    random_states = []  # an encoder with dropout must drop the same twice
+    random_states = []  # both passes must drop the same (dropout)
     with torch.no_grad():
         parts = []
         for chunk in rows:
@@ -76,7 +76,7 @@ def _loss_and_gradient(z: Tensor, loss: Loss) -> tuple[float, Tensor]:
 
 
 class Statistics:
-    """Of one BatchNorm over the whole batch: what its forward pass needs, then what its backward pass needs."""
+    """One BatchNorm's statistics of the whole batch, for its forward and its backward pass."""
 
     mean: Tensor
     variance: Tensor
@@ -87,7 +87,7 @@ class Statistics:
         self.d_weight, self.d_bias = torch.zeros_like(norm.weight), torch.zeros_like(norm.bias)
 
     def gather(self, moments: list["Moments"]) -> None:
-        """Mean and variance of all chunks together (Chan et al. 1979); the running ones follow as in BatchNorm."""
+        """Mean and variance of all chunks together (Chan et al. 1979); updates the running ones as BatchNorm does."""
         counts = [n for n, _, _ in moments]
         self.n = sum(counts)
         variances = torch.stack([variance for _, variance, _ in moments]).double()
@@ -134,15 +134,15 @@ def _moments(c: Tensor) -> Moments:
     return c.numel() // c.shape[1], *torch.var_mean(c, (0, 2, 3), correction=0)
 
 
-Chunks = list[Tensor]  # of one activation; freed one by one where they are used for the last time
-GONE = torch.empty(0)
+Chunks = list[Tensor]  # of one activation; each is freed after its last use
+FREED = torch.empty(0)
 
 
 class BatchNormPass:
     """Forward and backward pass of a ResNet, all chunks layer by layer, with the statistics of the whole batch.
 
-    Kept from the forward pass are the inputs of the blocks, but not in the first stage, whose activations are the
-    largest: there the inputs, and in a block's backward pass the convolutions, are made again where they are needed.
+    The forward pass keeps the inputs of the blocks, except in the first stage, which has the largest activations: its
+    inputs, and the convolutions in a block's backward pass, are computed again when needed.
     """
 
     def __init__(self, model: nn.Module, views: Views, rows: list[slice]):
@@ -208,7 +208,7 @@ class BatchNormPass:
             _convolution_backward(self.encoder.conv1, x, statistics.backward(dy, c), input_too=False)
 
     def _input(self, block: Block) -> Chunks:
-        """Made again from the views."""
+        """The input of a block of the first stage, computed again from the views."""
         x = self._stem()
         for earlier in self.encoder.blocks:
             if earlier is block:
@@ -222,18 +222,18 @@ class BatchNormPass:
         last = []
         for j in range(len(x)):
             last.append(self._last(block, path[-1][j]))
-            path[-1][j] = GONE
+            path[-1][j] = FREED
         self._gather(norm, last)
         for j, c in enumerate(last):
             last[j] = F.relu_(self._of(norm).normalise(c).add_(self._residual(block, x, shortcut, j)))
         return last
 
     def _last(self, block: Block, before: Tensor) -> Tensor:
-        """The last convolution of the path, from what the one before it gives."""
+        """The output of the path's last convolution, from that of the one before."""
         return block.path[-1][0](F.relu_(self._of(block.path[-2][1]).normalise(before)))
 
     def _convolutions(self, block: Block, x: Chunks, keep: bool) -> tuple[list[Chunks], Chunks]:
-        """What comes out of each convolution of the path but the last, and of the shortcut's."""
+        """The outputs of the path's convolutions except the last, and of the shortcut's."""
         path: list[Chunks] = []
         for i, (conv, norm) in enumerate(block.path[:-1]):
             out = []
@@ -241,7 +241,7 @@ class BatchNormPass:
                 y = F.relu_(self._of(block.path[i - 1][1]).normalise(path[-1][j])) if i else x[j]
                 out.append(conv(y))
                 if i and not keep:
-                    path[-1][j] = GONE
+                    path[-1][j] = FREED
             path.append(out)
             self._gather(norm, out)
         shortcut = [block.shortcut[0](chunk) for chunk in x] if block.shortcut else []
@@ -271,25 +271,25 @@ class BatchNormPass:
                     c = self._last(block, path[-1][j])
                 else:
                     c = conv(x[j]) if not (i or keep) else path[i][j]
-                    path[i][j] = GONE
+                    path[i][j] = FREED
                 dc = statistics[i].backward(dy[j], c)
-                dy[j] = c = GONE
+                dy[j] = c = FREED
                 y = F.relu_(statistics[i - 1].normalise(path[i - 1][j])) if i else x[j]
                 dy[j] = _convolution_backward(conv, y, dc)
                 if i:
                     dy[j] *= y > 0
                     statistics[i - 1].add_sums(dy[j], path[i - 1][j])
                     if i == 1 and not keep:
-                        path[0][j] = GONE
+                        path[0][j] = FREED
                 elif block.shortcut:
                     dc = self._of(block.shortcut[1]).backward(d_out[j], shortcut[j])
                     dy[j] += _convolution_backward(block.shortcut[0], x[j], dc)
                 else:
                     dy[j] += d_out[j]
                 if not i:
-                    d_out[j] = x[j] = GONE
+                    d_out[j] = x[j] = FREED
                     if block.shortcut:
-                        shortcut[j] = GONE
+                        shortcut[j] = FREED
         return dy
 
     def _of(self, norm: nn.Module) -> Statistics:
@@ -302,7 +302,7 @@ class BatchNormPass:
 
 
 def _convolution_backward(conv: nn.Conv2d, x: Tensor, dy: Tensor, input_too: bool = True) -> Tensor:
-    """The gradient with respect to the input; the weight's is added to its own."""
+    """Returns the gradient of the input, and adds that of the weight to `weight.grad`."""
     if isinstance(conv, PointwiseConv) and conv.stride != (1, 1):
         pixels = (..., slice(None, None, conv.stride[0]), slice(None, None, conv.stride[1]))
         dx = torch.zeros_like(x)

@@ -1,7 +1,7 @@
-"""The model made for scoring: BatchNorm folded into the convolutions, in float, half or int8.
+"""Fast models for scoring: BatchNorm folded into the convolutions, in float, half or int8.
 
-A score only ranks images, so it need not be exact. Made anew from the weights each time, which costs far less than it
-saves: nothing is ever stale, and nothing has to be saved.
+A score only ranks images, so it need not be exact. The fast model is made from the weights at every call, which costs
+far less than it saves: it is never out of date and not part of any state.
 """
 
 import json
@@ -24,9 +24,9 @@ Projection = Callable[[Tensor], Tensor]  # images in [0, 1] to unit vectors
 
 
 def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
-    """What maps images to projections in this precision; `fp32` is the model itself, the reference.
+    """The model in this precision: images to projections. `fp32` is the model itself.
 
-    images: uint8, what will be projected; int8 takes the ranges of the activations from a few of them.
+    images: uint8, those to be projected; int8 takes the ranges of the activations from a few of them.
     """
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}: use auto, {', '.join(PRECISIONS)}")
@@ -45,7 +45,7 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
 
 
 def can_fold(model: nn.Module) -> bool:
-    """Whether the model is a ResNet of ours whose norms are the same map for every image."""
+    """Whether the encoder is a streamclr ResNet with BatchNorm, which in eval mode is a fixed linear map."""
     return (
         isinstance(model, ContrastiveModel)
         and type(model.encoder) is ResNet
@@ -96,8 +96,8 @@ class FoldedResNet:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# int8: unsigned activations with one scale a tensor, signed weights with one scale a channel, oneDNN's kernels. They
-# work on plain uint8 and int8 tensors; torch's quantized tensors are on their way out (pytorch/pytorch#184982).
+# int8: unsigned activations with one scale per tensor, signed weights with one scale per channel, oneDNN's kernels,
+# which take plain uint8 and int8 tensors; torch's quantized tensors are being removed (pytorch/pytorch#184982).
 
 N_CALIBRATION = 8  # images from which the ranges of the activations are taken
 
@@ -113,12 +113,12 @@ class Int8Conv:
         self.packed = torch.ops.onednn.qconv_prepack(
             weight, self.weight_scale, scale, zero, conv.stride, conv.padding, [1, 1], 1, None
         )
-        self.out_scale, self.out_zero = 1.0, 0  # of what it gives, once its range is known
+        self.out_scale, self.out_zero = 1.0, 0  # of its output, set by set_range
 
     def set_range(self, out: Tensor, summed: bool = False) -> None:
-        """From what the float convolution, with all that is fused to it, gives.
+        """Take the range from the output of the float convolution with everything fused to it.
 
-        summed: whether it will be an operand of a sum, which has one of two zero points (see `add_`).
+        summed: whether the output will be an operand of a sum, which has one of two zero points (see `add_`).
         """
         self.out_scale, self.out_zero = _scale_and_zero(out)
         if summed and self.out_zero:
@@ -133,8 +133,8 @@ class Int8Conv:
     def add_(self, x: Tensor, other: Tensor, scale: float, zero: int) -> Tensor:
         """relu(conv(x) + other), written over `other`, whose scale and zero point are given.
 
-        oneDNN compiles and keeps a kernel for every scale and zero point of an `other` that it meets, and the scale
-        changes with the encoder. So all is in units of that scale, which is 1 then, and two zero points are left.
+        oneDNN compiles and keeps a kernel for every scale and zero point of `other`, and the scale changes with the
+        encoder. So everything is divided by that scale, which makes it 1, and only two zero points occur.
         """
         return torch.ops.onednn.qconv2d_pointwise.binary(
             x, self.scale / scale, *self._weight(), other, self.conv.bias / scale, *self._geometry(),
@@ -207,14 +207,14 @@ def _max_pool(x: Tensor) -> Tensor:
 
 
 def _scale_and_zero(x: Tensor) -> tuple[float, int]:
-    """Such that 0 to 255 cover the values and zero, which stands for the padding, is exact."""
+    """Such that 0 to 255 cover the values, and zero, the padding, is exact."""
     low, high = min(0.0, x.min().item()), max(0.0, x.max().item())
     scale = max((high - low) / 255, 1e-8)
     return scale, round(-low / scale)
 
 
 def _weight_scale(weight: Tensor) -> Tensor:
-    """One scale a channel, as fine as int8 allows without overflow.
+    """One scale per channel, as fine as int8 allows without overflow.
 
     Without VNNI the CPU adds the products of two neighbouring channels in 16 bits: two weights of one sign, together
     above 128, overflow with large activations. Which two are neighbours is the kernel's choice among four.
@@ -230,13 +230,13 @@ def _weight_scale(weight: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which precision is the fastest here: measured once on this machine, not guessed.
+# The fastest precision on this machine: measured once, then cached.
 
-GAIN = 1.2  # what a less exact precision must be faster by
+MIN_SPEEDUP = 1.2  # over the best so far, for a less exact precision
 
 
 def fastest(model: nn.Module, images: Tensor) -> str:
-    """The precision to score with: half on CUDA; on a CPU what was measured the fastest, now or once before."""
+    """The precision to score with: half on CUDA; on a CPU the fastest, measured now or cached."""
     if not can_fold(model):
         return "fp32"
     assert isinstance(model, ContrastiveModel)
@@ -250,7 +250,7 @@ def fastest(model: nn.Module, images: Tensor) -> str:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, _read(file) | known)
         except OSError:
-            pass  # measured again next time
+            pass  # no cache: measured again next time
     return known[key]
 
 
@@ -266,13 +266,13 @@ def _measured(model: ContrastiveModel, images: Tensor) -> str:
                 times.append(time.perf_counter() - started)
         except RuntimeError:  # this build of torch or this CPU has no such kernels
             continue
-        if precision == "fp32" or min(times) * GAIN < least:
+        if precision == "fp32" or min(times) * MIN_SPEEDUP < least:
             best, least = precision, min(times)
     return best
 
 
 def _situation(model: ContrastiveModel, images: Tensor) -> str:
-    """All that the answer depends on."""
+    """Everything that the fastest precision depends on."""
     cpu = torch.backends.cpu.get_cpu_capability()
     info = Path("/proc/cpuinfo")
     if info.exists():

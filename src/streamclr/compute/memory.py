@@ -1,4 +1,4 @@
-"""A budget of memory for the whole process: what a step will take, predicted before the first one."""
+"""A memory limit for the whole process: what a step will take is predicted before the first one."""
 
 import os
 import re
@@ -23,10 +23,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a step is to be made so that it fits."""
+    """How a step keeps to the memory limit."""
 
-    chunk_size: int | None  # views at a time; None is all of them
-    peak: int  # bytes, predicted, of the whole process
+    chunk_size: int | None  # views of one forward pass; None: all of them
+    peak: int  # predicted bytes of the whole process
 
     def __str__(self) -> str:
         chunks = "all views at once" if self.chunk_size is None else f"{self.chunk_size} views at a time"
@@ -47,48 +47,48 @@ def parse_size(text: str | int, name: str = "memory") -> int:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
+    """Resident bytes of this process now."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
-        raise UserError("memory is given, and this system does not tell what a process has: leave memory out") from None
+        raise UserError("memory needs /proc/self/statm, which this system does not have: leave memory out") from None
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """The most bytes of memory that this process ever had. (`ru_maxrss` would count what its parent had, too.)"""
+    """Peak of the resident bytes of this process. (`ru_maxrss` would include its parent's.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def make_plan(
     model: ContrastiveModel,
-    budget: int,
+    limit: int,
     shape: tuple[int, ...],
     n_views: int,
     n_images: int,
     loss: Callable[[Tensor, Tensor], Tensor],
     score: Callable[[ContrastiveModel, Tensor, str], Tensor],
 ) -> MemoryPlan:
-    """The largest chunk with which a step fits into the budget; what cannot fit is refused with the least that does.
+    """The plan with the largest chunk that keeps to the limit; a limit that is too low is refused, with the lowest.
 
     shape: of one image.
     n_views: of one update.
-    n_images: that are held beside it, in the buffer and the segment.
-    loss, score: of a step, of which one small one is made to see what the libraries load.
+    n_images: in the buffer and the segment.
+    loss, score: for one small step, which loads the libraries before memory is measured.
     """
     check_can_chunk(model)
     release_freed_memory()
     work = _predictor(model, shape, n_views)
     _warm_up(model, shape, loss, score)
     fixed = resident() + n_images * torch.Size(shape).numel() + _scratch(model)
-    if fixed + work(None) <= budget:
+    if fixed + work(None) <= limit:
         return MemoryPlan(None, fixed + work(None))
-    fitting = [size for size in range(1, n_views) if fixed + work(size) <= budget]
+    fitting = [size for size in range(1, n_views) if fixed + work(size) <= limit]
     if not fitting:
         least = -(-(fixed + work(1)) // MIB)
         raise UserError(
-            f"memory is {budget / MIB:.0f} MiB, and a step of {n_views} views of {shape[1]}x{shape[2]} px takes at "
+            f"memory is {limit / MIB:.0f} MiB, and a step of {n_views} views of {shape[1]}x{shape[2]} px takes at "
             f"least {least} MiB here, of which {resident() // MIB} MiB are taken already: use {least}M or more, "
             "a narrower encoder, GroupNorm, a smaller batch or smaller images"
         )
@@ -96,7 +96,7 @@ def make_plan(
 
 
 def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) -> Callable[[int | None], int]:
-    """Bytes of activations by chunk size, from the sizes that two views have."""
+    """Bytes of activations as a function of the chunk size, from the sizes for two views."""
     one_view = 4 * torch.Size(shape).numel()
     plain = _saved_bytes(model, shape) // 2 + 2 * one_view
     if not couples_views(model):
@@ -110,7 +110,7 @@ def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) ->
 
 
 def _saved_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> int:
-    """Of what autograd keeps of the forward pass of two views."""
+    """Bytes that autograd keeps from the forward pass of two views."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
     alive: list[Tensor] = []
@@ -119,7 +119,7 @@ def _saved_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # so that no address is used twice
+            alive.append(tensor)  # else an address could be used twice
         return tensor
 
     with _unchanged(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -128,7 +128,7 @@ def _saved_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> int:
 
 
 def _batch_norm_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of one view in `BatchNormPass`: at its fullest moment, and in its largest activation."""
+    """Bytes of one view in `BatchNormPass`: at the peak, and of the largest activation."""
     encoder = model.encoder
     assert isinstance(encoder, ResNet)
     size: dict[nn.Module, int] = {}
@@ -162,7 +162,7 @@ def _warm_up(
     loss: Callable[[Tensor, Tensor], Tensor],
     score: Callable[[ContrastiveModel, Tensor, str], Tensor],
 ) -> None:
-    """One small step, undone, and a score: what the libraries load when they are first used is resident after it."""
+    """One small step, undone, and a score: afterwards what libraries load on first use is resident."""
     views = _blank(model, 4, shape)
     with _unchanged(model):
         backward(model, lambda rows: views[rows], len(views), lambda z: loss(z[:2], z[2:]), chunk_size=2)
@@ -171,7 +171,7 @@ def _warm_up(
 
 
 class _unchanged:
-    """Buffers, gradients, modes and the global generator are as before afterwards."""
+    """Restores buffers, gradients, mode and the global generator on exit."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -197,6 +197,6 @@ def _blank(model: ContrastiveModel, n: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _scratch(model: nn.Module) -> int:
-    """What the kernels need beside: reordered weights and, per thread, the gradient of the largest; and some slack."""
+    """What the kernels need in addition: reordered weights, per thread the gradient of the largest, and some slack."""
     largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return 4 * largest + 16 * MIB

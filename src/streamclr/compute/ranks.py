@@ -1,10 +1,10 @@
-"""One encoder on several ranks: each has its own stream and its own buffer, and contrasts against the images of all.
+"""One encoder on several ranks: each rank has its own stream and buffer, and contrasts against the images of all.
 
-Started by `torchrun`, which tells each process its rank. The projections of all ranks are gathered with their gradient,
-so that the loss is that of one large batch; DistributedDataParallel gives every rank the mean of all ranks' gradients.
+`torchrun` starts the processes. The projections of all ranks are gathered with their gradient, so that the loss is that
+of one large batch; DistributedDataParallel gives every rank the mean of all ranks' gradients.
 
-Whatever the ranks do together, all of them do, in the same order: a rank that went its own way would be waited for in
-vain. What only one of them knows (a signal, the end of its stream, a step that broke) is agreed on by `largest`.
+All ranks make the same collective calls in the same order, else they would wait for each other forever. What only one
+rank knows (a signal, the end of its stream, an error in its step) is shared by `largest`.
 """
 
 import os
@@ -23,43 +23,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
 
-TIMEOUT = timedelta(minutes=10)  # for the slowest rank's next step; a rank that died is noticed at once
+TIMEOUT = timedelta(minutes=10)  # to wait for the slowest rank; a dead rank is noticed at once
 
 
 class OneProcess:
-    """One process: there is nobody to agree with."""
+    """A job of one process: no communication. `Ranks` has the same methods for several processes."""
 
     index, n = 0, 1
 
     def share(self, model: nn.Module) -> nn.Module:
-        """One model on all ranks, with the weights of the first. Returns what to call for a pass with gradients."""
+        """Give all ranks the weights of rank 0. Returns the module to call for a training pass."""
         return model
 
     def unshare(self, model: nn.Module) -> None:
-        """The model as it was made, for this rank alone."""
+        """Undo `share`: the model works without the other ranks again."""
 
     def gather(self, z: Tensor) -> Tensor:
-        """The rows of all ranks, one rank after the other, with their gradient."""
+        """The rows of all ranks, in rank order, with gradient."""
         return z
 
     def settle(self, model: nn.Module) -> None:
-        """After an update: the same running statistics on all ranks."""
+        """Make BatchNorm's running statistics the same on all ranks."""
 
     def largest(self, *values: float) -> list[float]:
-        """Of each value the largest that a rank has."""
+        """The maximum over all ranks, of each value."""
         return list(values)
 
     def collect(self, value: Any) -> list[Any]:
-        """What each rank has, in the order of the ranks."""
+        """The values of all ranks, in rank order."""
         return [value]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What breaks on one rank breaks on all; the first of them says why."""
+        """An error on one rank ends the block on all: the first rank with an error raises it, others exit quietly."""
         yield
 
     def close(self) -> None:
-        """Leave the others, for whom this rank is not lost then."""
+        """Leave the job in order, so that the other ranks do not report this one as lost."""
 
     def __enter__(self) -> "OneProcess":
         return self
@@ -71,14 +71,14 @@ class OneProcess:
 class Ranks(OneProcess):
     """The processes of one job of `torchrun`.
 
-    device: of this rank; GPUs talk by nccl, CPUs by gloo.
-    norm_over: `all`: BatchNorm takes the statistics of all ranks' images; `own`: each rank those of its own images, and
-        the running ones are averaged.
+    device: of this rank; GPUs communicate by nccl, CPUs by gloo.
+    norm_over: `all`: BatchNorm uses the statistics of all ranks' images; `own`: each rank uses those of its own images,
+        and the running statistics are averaged.
     """
 
     def __init__(self, device: torch.device, norm_over: str = "all"):
-        # What is agreed on lies on the CPU, whatever the device: a GPU need not stop for it.
-        with _talk():
+        # Gloo on CUDA too: flags are exchanged on the CPU, so that a GPU need not synchronise for them.
+        with _communication():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
         self.index, self.n, self.norm_over = dist.get_rank(), dist.get_world_size(), norm_over
 
@@ -87,10 +87,10 @@ class Ranks(OneProcess):
             raise UserError(f"norm_over is {self.norm_over!r}: use {' or '.join(NORM_OVER)}")
         if self.norm_over == "all":
             _change_norms(model, nn.BatchNorm2d, SharedBatchNorm)
-        # find_unused_parameters: else it has another order of sums after its first step, so that a job of three ranks
-        # would not go on bit by bit as it was (docs/log.md).
-        warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 weights, whose strides mean nothing
-        with _talk(), warnings.catch_warnings():
+        # Without find_unused_parameters the order of sums changes after the first step, and a job of three ranks would
+        # not resume bit by bit (docs/log.md).
+        warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 weights, where strides do not matter
+        with _communication(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers
             return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
 
@@ -102,7 +102,7 @@ class Ranks(OneProcess):
 
     def settle(self, model: nn.Module) -> None:
         if self.norm_over == "own":
-            with _talk():
+            with _communication():
                 for buffer in model.buffers():
                     if buffer.is_floating_point():
                         dist.all_reduce(buffer)
@@ -110,13 +110,13 @@ class Ranks(OneProcess):
 
     def largest(self, *values: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
-        with _talk():
+        with _communication():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
     def collect(self, value: Any) -> list[Any]:
         values = [None] * self.n
-        with _talk():
+        with _communication():
             dist.all_gather_object(values, value)
         return values
 
@@ -130,7 +130,7 @@ class Ranks(OneProcess):
         except UserError as error:
             broken = error
         except RuntimeError as error:
-            if "gloo" in str(error) or isinstance(error, dist.DistError):  # from within a backward pass
+            if "gloo" in str(error) or isinstance(error, dist.DistError):  # raised inside a backward pass
                 raise lost(error) from None
             raise
         how = 0 if broken is None else 1 if isinstance(broken, NotFinite) else 2
@@ -145,11 +145,11 @@ class Ranks(OneProcess):
 
     def close(self) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group()  # else gloo now and then aborts when the process ends
+            dist.destroy_process_group()  # else gloo sometimes aborts when the process ends
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and threading.current_thread() is threading.main_thread():
-            # torchrun ends all ranks as soon as one has failed: what this one has to say comes first.
+            # torchrun terminates all ranks as soon as one has failed: this one reports its error first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.close()
 
@@ -158,10 +158,10 @@ NORM_OVER = ("all", "own")
 
 
 @contextmanager
-def _talk() -> Iterator[None]:
+def _communication() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # of gloo, nccl or the store, which have no class of their own in common
+    except RuntimeError as error:  # gloo, nccl and the store have no common class of errors
         raise lost(error) from None
 
 
@@ -171,25 +171,28 @@ def lost(error: RuntimeError) -> LostRank:
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows; a row's gradient is the sum of what all ranks have for it."""
+    """The rows of all ranks; a row's gradient is the sum of its gradients on all ranks.
+
+    torch.distributed.nn.functional.all_gather does the same, but is deprecated in torch 2.13.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
         parts = [torch.empty_like(z, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
-        with _talk():
+        with _communication():
             dist.all_gather(parts, z.contiguous())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd may use its own once more
-        with _talk():
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd may use its own again
+        with _communication():
             dist.all_reduce(gradient)
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 class SharedBatchNorm(nn.BatchNorm2d):
-    """BatchNorm with the mean and variance of all ranks' images, each rank having as many; on any device."""
+    """BatchNorm with the mean and variance of all ranks' images, on any device; each rank has the same number."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -212,16 +215,16 @@ class SharedBatchNorm(nn.BatchNorm2d):
 
 
 def _change_norms(model: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> None:
-    """Every BatchNorm of one class becomes one of another, with the same weights under the same names."""
+    """Change the class of every BatchNorm in place; weights and names stay."""
     for module in model.modules():
         if type(module) is before:
             module.__class__ = after
 
 
 def join(device: str | None = None, norm_over: str = "all") -> OneProcess:
-    """The ranks of this job; alone if `torchrun` did not start it. Each rank of a machine takes a GPU of its own."""
-    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    if None in told or told[1] == "1":
+    """The ranks of this job; one process if `torchrun` did not start it. Each rank of a machine takes its own GPU."""
+    given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    if None in given or given[1] == "1":
         return OneProcess()
     if not dist.is_available():
         raise UserError("this build of torch has no torch.distributed: run without torchrun")
@@ -232,5 +235,5 @@ def join(device: str | None = None, norm_over: str = "all") -> OneProcess:
         local, n_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= n_gpus:
             raise UserError(f"there are more ranks than GPUs ({n_gpus}) here: use --nproc-per-node {n_gpus}")
-        torch.cuda.set_device(local)  # what `cuda` means from here on
+        torch.cuda.set_device(local)  # `cuda` means this GPU from here on
     return Ranks(torch.device("cuda" if cuda else "cpu"), norm_over)

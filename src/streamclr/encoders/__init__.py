@@ -1,1 +1,1 @@
-"""The encoders, the projection head, and running them on stored images. Imports base only."""
+"""Encoders, projection head, frozen feature extractor, and running them on stored images. May import base only."""

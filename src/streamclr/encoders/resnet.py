@@ -1,4 +1,4 @@
-"""The base encoder f, a ResNet, and the projection head g (Sec. II-A)."""
+"""The encoder f (Sec. II-A): ResNets of any width, for small and large images."""
 
 import math
 from collections.abc import Callable
@@ -43,12 +43,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for i, (conv, norm) in enumerate(self.path):
-            y = norm(conv(F.relu_(y) if i else y))  # in place: no backward pass needs what stood there
+            y = norm(conv(F.relu_(y) if i else y))  # in place: no backward pass needs the old value
         return F.relu_(y.add_(self.downsample(x)))
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3x3 convolution that keeps the size. On a single pixel all but its centre meets padding and is left out."""
+    """A 3x3 convolution that keeps the size. On a single pixel only the centre of the kernel counts."""
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, 3, 1, 1, bias=False)
@@ -95,10 +95,10 @@ class Bottleneck(Block):
 
 
 class PointwiseConv(nn.Conv2d):
-    """A 1x1 convolution that leaves pixels out first and is not strided itself.
+    """A strided 1x1 convolution that drops the pixels first and then convolves with stride 1.
 
     oneDNN's strided one, channels last, writes past its workspace in the backward pass where the input has few
-    channels (uxlfoundation/oneDNN#6035): a crash, a hang or wrong gradients, by luck.
+    channels (uxlfoundation/oneDNN#6035): a crash, a hang or wrong gradients.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ ENCODERS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": 
 
 
 class Architecture(NamedTuple):
-    """Which of these encoders; the fields are the options of a run."""
+    """The options that make a ResNet; the same as those of a run."""
 
     encoder: str
     width: int
