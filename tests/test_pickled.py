@@ -63,7 +63,7 @@ def test_executes_nothing(protocol, value, tmp_path, monkeypatch):
     if value is print:  # a name, never looked up
         assert read_pickle(content, "some/file") == f"{'__builtin__' if protocol < 3 else 'builtins'}.print"
     else:
-        with pytest.raises(UserError, match="^some/file "):
+        with pytest.raises(UserError, match=r"^some/file "):
             read_pickle(content, "some/file")
     assert not list(tmp_path.iterdir())
 
