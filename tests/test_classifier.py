@@ -199,12 +199,12 @@ def test_evaluate_tells_everything(model):
     assert results["labels"]["0.1"]["n_labels"] == 9
     assert results["labels"]["1.0"]["per_class"].keys() == set(NAMES)
     assert results["linear_probe"] > 0.8
-    assert results["knn"] > 0.5
+    assert results["knn"] > 0.8
     head = heads[1.0]
     assert isinstance(head, Head)
     guess = head(extract(model, test).features).argmax(1)
     assert Accuracy.of(guess, torch.from_numpy(test.labels), 3).top1 == results["labels"]["1.0"]["accuracy"]
-    assert 0 <= curve_point(model, train, test) <= 1
+    assert curve_point(model, train, test) > 0.8
 
 
 def test_both_readings_of_the_supervised_baseline():

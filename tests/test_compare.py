@@ -7,7 +7,7 @@ import torch
 
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.sweeps.compare import PROBE, demo, pixel_probe, run_for_compare
-from support.images import random_images
+from support.images import make_folder, random_images
 
 
 def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
@@ -24,7 +24,8 @@ def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
 
 
 def test_a_job_that_was_killed_between_its_run_and_its_result_has_the_results_of_the_run(tmp_path):
-    config = {"source": "synthetic:?size=8", "images": 16, "buffer": 8, "width": 1, "probes": 0}
+    source = f"folder:{make_folder(tmp_path / 'images', size=8)}"
+    config = {"source": source, "images": 16, "buffer": 8, "width": 1, "probes": 0, "fractions": "1"}
     first = run_for_compare(tmp_path, **config)
     assert run_for_compare(tmp_path, **config) == json.loads(json.dumps(first))
 

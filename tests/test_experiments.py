@@ -69,12 +69,11 @@ def in_process(monkeypatch):
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-OTHERS = ("stc", "budget", "sweep", "lies", "fleet")  # of the same kind as one of these, or minutes
+TIER = dict.fromkeys(("buffer", "labels", "lazy"), pytest.mark.system)  # tens of runs
+TIER |= dict.fromkeys(("stc", "budget", "sweep", "lies", "fleet"), pytest.mark.long)  # of the same kind, or minutes
 
 
-@pytest.mark.parametrize(
-    "name", [n if n not in OTHERS else pytest.param(n, marks=pytest.mark.long) for n in EXPERIMENTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=TIER.get(n, ())) for n in EXPERIMENTS])
 def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys, monkeypatch):
     images = "300"
     if name == "fleet":
@@ -112,13 +111,6 @@ def test_a_run_that_was_finished_is_only_measured_again(shared, in_process):
     written = weights.stat().st_mtime_ns
     assert measured() == first
     assert weights.stat().st_mtime_ns == written
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["stc", "budget", "sweep", "lies"])
-def test_the_larger_experiments_too(name, shared, in_process, capsys):
-    assert main(["reproduce", name, *QUICK, "--out", str(shared / "out")]) == 0
-    assert (shared / "out" / f"{name}-300" / "table.md").exists()
 
 
 def test_experiments_share_runs(small_cifar):

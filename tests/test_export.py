@@ -196,7 +196,8 @@ def test_int8_looks_again_where_it_is_in_doubt(tmp_path):
 @pytest.mark.system
 def test_int8_of_a_group_norm(tmp_path):
     _, parity = export(made_run(tmp_path / "run", norm="group", stem="imagenet"), int8=True)
-    assert parity.equal_classes > 0.5  # random weights on noise: all images look alike to them
+    assert parity.equal_classes >= 0.97  # of 48 images, at most one otherwise
+    assert 0 < parity.looked_again < 1  # random weights find all noise alike
 
 
 def test_metadata(finished, onnx_file, torch_file):

@@ -332,8 +332,8 @@ def test_only_its_own_names_are_answered(server):
     for host in named(GOOD_HOSTS, server):
         assert server.raw("GET", "/api/runs", ("Host", host), server.cookie).status == 200, host
     for host in named(BAD_HOSTS, server):
-        assert server.raw("GET", "/api/runs", ("Host", host), server.cookie).status in (400, 421), host
-        assert server.raw("GET", f"/?token={server.token}", ("Host", host)).status in (400, 421), host
+        assert server.raw("GET", "/api/runs", ("Host", host), server.cookie).status == 421, host
+        assert server.raw("GET", f"/?token={server.token}", ("Host", host)).status == 421, host
 
 
 def test_one_host_must_be_named(server):
@@ -482,14 +482,15 @@ def test_other_sites_change_nothing(server, runs, ants):
     overrides = [("X-HTTP-Method-Override", "{}"), ("X-HTTP-Method", "{}"), ("X-Method-Override", "{}")]
     for method, path, content in changing_routes(server):
         body = json.dumps(content).encode()
+        read = 200 if path.endswith("/labels") else 405  # that route can be read too
         for name, (status, headers) in attacks.items():
             assert server.stranger(method, path, *headers, body=body).status == status, (name, method, path)
         for name, value in overrides:
             override = (name, value.format(method))
-            assert server.owner("GET", path, override, JSON, body=body).status in (200, 405)
+            assert server.owner("GET", path, override, JSON, body=body).status == read
             assert server.stranger("POST", path, cookie, foreign, override, JSON, body=body).status == 403
         asked = "&".join(f"{key}={quote(str(value))}" for key, value in content.items())
-        assert server.owner("GET", f"{path}?_method={method}&{asked}").status in (200, 405)
+        assert server.owner("GET", f"{path}?_method={method}&{asked}").status == read
         for preflight in ("OPTIONS", "TRACE", "PATCH", "DELETE"):
             asks = [("Access-Control-Request-Method", method), ("Access-Control-Request-Headers", "content-type")]
             assert server.owner(preflight, path, foreign, *asks, JSON, body=body).status == 405
@@ -705,9 +706,11 @@ def test_ten_thousand_requests_of_every_form(server, runs, ants):
 
 
 def test_bodies_that_are_hard_to_read_are_refused(server, ants):
+    no_json = [
+        b"[" * 60_000, b'{"a":' * 10_000 + b"1" + b"}" * 10_000, b'{"request":' + b"9" * 60_000 + b"}", b"\xff\xfe{",
+    ]  # fmt: skip
     bodies = [
-        b"[" * 60_000, b'{"a":' * 10_000 + b"1" + b"}" * 10_000, b'{"request":' + b"9" * 60_000 + b"}",
-        b'{"class":NaN}', b'{"class":1e999}', b"\xff\xfe{", b"\xef\xbb\xbf{}", "{}".encode("utf-16"), b'"', b"null",
+        *no_json, b'{"class":NaN}', b'{"class":1e999}', b"\xef\xbb\xbf{}", "{}".encode("utf-16"), b'"', b"null",
         b"[]", b"0", b"", b'{"\\ud800": 1}', b'{"__proto__": {}, "__class__": 1}', b'{"request": "12345678"}',
         b'{"request": "12345678\\n", "name": "a"}', b'{"request": null, "name": "a"}', b'{"request": "", "name": "a"}',
         b'{"request": "12345678", "name": "a", "more": 1}', b'{"request": "12345678", "name": "a", "a\\nb": 1}',
@@ -717,7 +720,7 @@ def test_bodies_that_are_hard_to_read_are_refused(server, ants):
         bodies.append(b'{"request": "12345678", "name": ' + name + b"}")
     for body in bodies:
         answer = server.owner("POST", f"/api/runs/{ants}/classes", server.origin, JSON, body=body)
-        assert answer.status in (400, 422), body[:40]
+        assert answer.status == (400 if body in no_json else 422), body[:40]
 
 
 # Limits --------------------------------------------------------------------------------------------------------------
@@ -729,22 +732,21 @@ def test_a_body_has_at_most_64_kib(server, ants):
     fits = json.dumps({"name": "a", "padding": "x" * 65_000}).encode().ljust(65_536)
     assert server.owner("POST", path, server.origin, JSON, body=fits).status == 422
     assert server.owner("POST", path, server.origin, JSON, body=fits + b" ").status == 413
-    for length, statuses in {
-        65_537: [413], 10**12: [413], 10**19: [413], 10**40: [400, 413], "-1": [400], "1e3": [400], "0x10": [400],
-        "1, 2": [400], "": [400],
+    for length, status in {
+        65_537: 413, 10**12: 413, 10**19: 413, 10**40: 400, "-1": 400, "1e3": 400, "0x10": 400, "1, 2": 400, "": 400,
     }.items():  # fmt: skip
         head = server.request("POST", path, [*own, ("Content-Length", length)])
-        assert server.send(head).status in statuses, length
+        assert server.send(head).status == status, length
     chunked = server.request("POST", path, [*own, ("Transfer-Encoding", "chunked")])
     chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
     assert server.send(chunked + 4 * chunk + b"0\r\n\r\n").status == 422
     assert server.send(chunked + 4 * chunk + b"1\r\n \r\n0\r\n\r\n").status == 413
     assert server.send_much(chunked + 100 * chunk) in (413, None)
     both = server.request("POST", path, [*own, ("Content-Length", 2), ("Transfer-Encoding", "chunked")])
-    assert server.send(both + 5 * chunk).status in (400, 413)
+    assert server.send(both + 5 * chunk).status == 413
     for coding in ("gzip", "chunked, gzip", "identity", "xchunked"):
         head = server.request("POST", path, [*own, ("Transfer-Encoding", coding)])
-        assert server.send(head + b"0\r\n\r\n").status in (400, 413)
+        assert server.send(head + b"0\r\n\r\n").status == 400
 
 
 def is_closed(connection):
@@ -793,25 +795,28 @@ def ends(connection, part):
 def test_very_many_headers_and_very_long_addresses_do_no_harm(server):
     own = [("Host", server.host), server.cookie, ("Connection", "close")]
     many = [(f"x-{number}", "y") for number in range(1000)]
-    assert server.send(server.request("GET", "/api/runs", [*own, *many])).status in (200, 400, 431)
-    assert server.send_much(server.request("GET", "/api/runs", [*own, *(10 * many)])) in (200, 400, 431, None)
-    assert server.send_much(server.request("GET", "/api/runs", [*own, ("x", "y" * 500_000)])) in (400, 431, None)
-    for n in (10_000, 100_000, 1_000_000):
+    assert server.send(server.request("GET", "/api/runs", [*own, *many])).status == 200
+    # More than 16 KiB are refused with 400, unless they come in one piece.
+    assert server.send_much(server.request("GET", "/api/runs", [*own, *(10 * many)])) in (200, 400, None)
+    assert server.send_much(server.request("GET", "/api/runs", [*own, ("x", "y" * 500_000)])) in (400, None)
+    for n, refused in ((10_000, ()), (100_000, (400, None)), (1_000_000, (400, None))):
         for path in ("/" + "a" * n, "/static/" + "../" * (n // 3), "/" + "%00" * (n // 3)):
-            assert server.send_much(server.request("GET", path, own)) in (400, 404, 414, None)
-        assert server.send_much(server.request("GET", "/?" + "a=b&" * (n // 4), own)) in (200, 400, 414, None)
+            assert server.send_much(server.request("GET", path, own)) in (404, *refused)
+        assert server.send_much(server.request("GET", "/?" + "a=b&" * (n // 4), own)) in (200, *refused)
     assert server.owner("GET", "/").status == 200
 
 
 def test_what_is_no_http_is_refused(server, ants):
     good = server.request("GET", "/api/runs", [("Host", server.host), server.cookie])
     for data in (
-        b"GARBAGE\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+        b"GARBAGE\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"GET  / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", b"GET /\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", good[:-2] + b"X: a\0b\r\n\r\n", good[:-2] + b"X\xff: a\r\n\r\n",
+        good[:-2] + b"X: a\0b\r\n\r\n", good[:-2] + b"X\xff: a\r\n\r\n",
         good[:-2] + b": a\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n",
     ):  # fmt: skip
-        assert server.send(data).status in (400, 405, 421), data
+        assert server.send(data).status == 400, data
+    assert server.send(b"GET / HTTP/9.9\r\n\r\n").status == 421  # no Host
+    assert server.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").status == 405
     own = [("Host", server.host), server.origin, JSON, ("Transfer-Encoding", "chunked")]
     for headers in (own, [*own, server.cookie]):  # while, or after, it is answered
         answer = server.send(server.request("POST", f"/api/runs/{ants}/classes", headers, b"no chunk\r\n"))
@@ -892,10 +897,10 @@ def test_other_methods_and_websockets_are_refused(server, hasty):
         assert server.owner("HEAD", path).body == b""
         assert server.owner("POST", path, server.origin, JSON, body=b"{}").status == 405
     upgrade = [("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZQ==")]
-    for path in ("/", "/api/live/", "/ws"):
-        for headers in ([], [server.cookie]):
+    for path, status in (("/", 200), ("/api/live/", 404), ("/ws", 404)):  # as without the upgrade
+        for headers, expected in (([], 401), ([server.cookie], status)):
             own = [("Host", server.host), *headers, ("Connection", "Upgrade"), *upgrade]
-            assert server.send(server.request("GET", path, own)).status in (200, 401, 404)
+            assert server.send(server.request("GET", path, own)).status == expected
     own = [("Host", server.host), ("Connection", "Upgrade, HTTP2-Settings"), ("Upgrade", "h2c"), ("HTTP2-Settings", "")]
     assert server.send(server.request("GET", "/", own)).status == 401
     safe = Safe(hello, "token", ["127.0.0.1"], 8765)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -11,8 +12,10 @@ import uuid
 import httpx
 import pytest
 
+from streamclr.cli.entry import main
 from streamclr.labelling.store import Labels
 from streamclr.web.site import run_id
+from support.labelling import make_run
 from support.pages import Served, finished_run
 from support.waiting import until
 
@@ -171,17 +174,17 @@ def test_the_server_of_a_run_ends_with_it(run, tmp_path):
         (["label", "export", "{run}"], "a run and a file"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(run, words, said):
-    command = [sys.executable, "-m", "streamclr", *(word.format(run=run) for word in words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_what_cannot_be_served_is_one_line(words, said, tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main([word.format(run=run) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
-def test_a_port_that_is_taken_is_one_line(run, serve):
-    served = serve("serve", run)
-    command = [sys.executable, "-m", "streamclr", "serve", str(run), "--port", served.port]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert "give another --port" in done.stderr
+def test_a_port_that_is_taken_is_one_line(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", str(make_run(tmp_path / "run")), "--port", str(taken.getsockname()[1])]) == 2
+    error = capsys.readouterr().err
+    assert "give another --port" in error
+    assert error.count("\n") == 1

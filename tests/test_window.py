@@ -102,6 +102,8 @@ def test_a_full_disk_does_not_end_the_run(shown, monkeypatch):
 
     monkeypatch.setattr(directory, "save_buffer", full)
     window.update()
+    assert json.loads((directory.path / "status.json").read_text())["step"] == 6  # which still had room
+    assert not (directory.path / "buffer.safetensors").exists()
 
 
 def test_the_guard_that_hid_an_image_is_known(shown):
