@@ -13,7 +13,7 @@ from streamclr.base import options
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
 from streamclr.base.table import Table, labels_heading, percent
-from streamclr.experiments import ReproduceOptions, reproduce
+from streamclr.experiments.reproduce import ReproduceOptions, reproduce
 from streamclr.labelling.exchange import export_labels, import_labels
 from streamclr.labelling.session import Asking
 from streamclr.models.export import ExportOptions, export

@@ -96,7 +96,7 @@ COMMANDS = {
     ),
     "report": Command("Write one HTML page about one run or several.", "cli.commands:report_command", ("runs",)),
     "compare": Command(
-        "Run several policies on the same streams and print one table with mean and spread over the seeds.",
+        "Run several policies on the same streams and print one table with means and 95 % intervals over the seeds.",
         "cli.commands:compare_command",
     ),
     "reproduce": Command(
