@@ -1,9 +1,9 @@
-"""Speed and memory, as ratios and sizes measured within this one run: prints a table, writes results/DATE.md.
+"""Speed and memory, as ratios and sizes measured in one run: prints a table and writes results/DATE.md.
 
     .venv/bin/python benchmarks/bench.py [SECTION …]
 
-All sections (see SECTIONS) unless some are named. A row that has a target says whether it was met; what is measured is
-never adjusted to it. Beside other work the times are noise.
+Without arguments it measures all sections. A row with a target says whether it was met. Run nothing else meanwhile:
+other work makes the times meaningless.
 """
 
 import copy
@@ -656,6 +656,9 @@ SECTIONS = [
 
 def main() -> None:
     sections = {section.__name__: section for section in SECTIONS}
+    if "--help" in sys.argv:
+        print(f"{__doc__}\nSections: {', '.join(sections)}")
+        return
     if unknown := [name for name in sys.argv[1:] if name not in sections]:
         raise SystemExit(f"no section {unknown[0]!r}: {', '.join(sections)}")
     started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Clients of a dashboard, as many browsers: each follows, and reads the wall and its pictures whenever they change.
+"""N clients of a dashboard, like browsers: each follows events, and reads the wall and its picture when they change.
 
     python benchmarks/clients.py URL N
 
-Prints how many bytes they read when standard input closes.
+Runs until standard input closes, then prints how many bytes the clients read.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ N_BYTES = 0
 
 
 async def get(host: str, port: int, token: str, path: str):
-    """The lines or, for a picture, the bytes of one answer."""
+    """A connection whose answer is ready to be read."""
     reader, writer = await asyncio.open_connection(host, port)
     request = (
         f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n"
@@ -48,7 +48,7 @@ async def follow(host: str, port: int, token: str) -> None:
 
 
 async def main() -> None:
-    os.nice(19)  # they would be on other machines
+    os.nice(19)  # in use they run on other machines
     url = urlsplit(sys.argv[1])
     where = url.hostname, url.port, parse_qs(url.query)["token"][0]
     clients = [asyncio.create_task(follow(*where)) for _ in range(int(sys.argv[2]))]
@@ -58,4 +58,8 @@ async def main() -> None:
     os._exit(0)
 
 
-asyncio.run(main(), debug=False)
+if __name__ == "__main__":
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        asyncio.run(main(), debug=False)

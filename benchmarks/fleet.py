@@ -1,11 +1,11 @@
-"""What a fleet costs: bytes of an update in fp32, fp16 and int8, how many updates a second the server averages, and how
-many it carries in all, with Flower, TLS and keys.
+"""What a fleet costs: bytes of an update in fp32, fp16 and int8, updates that the server averages in a second, and
+devices that a whole server with Flower, TLS and keys can serve.
 
-    python benchmarks/fleet.py [WIDTH:DEVICES …]    # whole servers to measure; a quarter of an hour without any
+    python benchmarks/fleet.py [WIDTH:DEVICES …]    # servers to measure; without arguments all, in 15 minutes
 
-The devices are light ones, all in one process: each does on the wire what a SuperNode does, with Flower's own code, and
-answers with weights that are ready. They share the cores with the server, so the CPU time of its processes tells more
-than the clock. Linux only.
+The devices are simulated in one process: each sends what a SuperNode sends, with Flower's own code, and answers with
+weights made before. They share the cores with the server, so the CPU time of the server's processes means more than the
+wall time. Linux only.
 """
 
 import multiprocessing
@@ -279,6 +279,9 @@ def servers(which: list[tuple[int, int]]) -> None:
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        print(__doc__)
+        return
     which = [tuple(map(int, word.split(":"))) for word in sys.argv[1:]]
     if not which:
         sizes()

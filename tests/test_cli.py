@@ -139,7 +139,7 @@ def test_compare(folder, tmp_path, capsys):
     ]
     assert main([*command, "--out", "c", "--supervised"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "mean ± standard deviation of 2 seeds" in out
+    assert "2 seeds, mean ± 95 % interval" in out
     results = json.loads((tmp_path / "c" / "results.json").read_text())
     assert {name: len(values["1.0"]) for name, values in results["accuracy"].items()} == {
         "contrast": 2, "random": 2, "supervised": 2, "untrained encoder": 2,

@@ -65,7 +65,7 @@ def source(tmp_path_factory):
 def job(tmp_path):
     """Makes jobs of `support.sweep_jobs`."""
     return lambda function, name, **rest: Job(
-        name, f"support.sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}, **rest
+        name, function, f"support.sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}, **rest
     )
 
 
@@ -177,7 +177,7 @@ def test_stopped_it_keeps_what_is_done_and_leaves_nothing_behind(ray_here, tmp_p
 def test_other_code_on_a_worker_is_said(ray_here, tmp_path, job, monkeypatch):
     place = cluster.OnRay(None, device="cpu")
     monkeypatch.setattr(cluster, "code_version", lambda: "streamclr 9.9")
-    with pytest.raises(UserError, match=r"it has streamclr .*, and the sweep is of streamclr 9.9: install the same"):
+    with pytest.raises(UserError, match=r"that machine has streamclr .*, the sweep has streamclr 9.9: install"):
         work({tmp_path / "out": job("count", "begun")}, place, lambda directory: None)
     assert not tries(tmp_path / "begun")
 

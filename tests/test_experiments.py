@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,13 @@ from PIL import Image
 from streamclr import UserError
 from streamclr.base.files import write_json
 from streamclr.cli.entry import main
-from streamclr.experiments import EXPERIMENTS, _place
 from streamclr.experiments.beyond.iid import at_equal_seconds
-from streamclr.experiments.findings import Findings, against, images_to_reach, spread
+from streamclr.experiments.findings import Findings, against, images_to_reach
 from streamclr.experiments.paper.gradient import eq4
+from streamclr.experiments.reproduce import EXPERIMENTS, _place
 from streamclr.streams.datasets import registry as data
 from streamclr.sweeps import lab as lab_module
+from streamclr.sweeps import origin
 from streamclr.sweeps.job import Clock, do_job
 from streamclr.sweeps.lab import Lab
 from support.images import random_images
@@ -70,7 +73,9 @@ QUICK = ["--images", "300", "--seeds", "1"]
 
 
 TIER = dict.fromkeys(("buffer", "labels", "lazy"), pytest.mark.system)  # tens of runs
-TIER |= dict.fromkeys(("stc", "budget", "sweep", "lies", "fleet"), pytest.mark.long)  # of the same kind, or minutes
+TIER |= dict.fromkeys(
+    ("stc", "large-buffer", "sweep", "unusable", "fleet"), pytest.mark.long
+)  # of the same kind, or minutes
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=TIER.get(n, ())) for n in EXPERIMENTS])
@@ -122,6 +127,77 @@ def test_experiments_share_runs(small_cifar):
     assert len(keys) == 1
     other = {lab.runs(**settings)[1].key for settings in ({"lr": 2e-3}, {"policy": "fifo"}, {"rescore_every": 4})}
     assert len(other | keys | {lab.runs()[0].key}) == 5
+
+
+def test_results_of_other_code_are_told_and_done_again_when_asked(small_cifar, in_process, monkeypatch, capsys):
+    def reproduce(*words):
+        assert main(["reproduce", "gradient", *QUICK, "--out", str(small_cifar), *words]) == 0
+        return capsys.readouterr().err
+
+    reproduce()
+    (file,) = (small_cifar / "jobs").iterdir()
+    first = json.loads(file.read_text())
+    assert set(first["measured_by"]) == {"code", "torch", "machine", "date"}
+    assert "--redo" not in reproduce()  # the same code
+    assert json.loads(file.read_text()) == first
+    monkeypatch.setattr(origin, "code_hash", lambda: "abcd1234")
+    told = f"1 of 1 results were measured by other code ({first['measured_by']['code']}): --redo measures them again"
+    assert told in reproduce()
+    assert json.loads(file.read_text()) == first
+    assert "1 jobs, 0 of them done" in reproduce("--redo")
+    again = json.loads(file.read_text())
+    assert again["measured_by"] == first["measured_by"] | {"code": "abcd1234"}
+    assert "1 jobs, 1 of them done" in reproduce("--redo")  # only what is of other code
+
+
+def test_the_run_of_other_code_is_not_taken_for_an_interrupted_one(small_cifar, in_process, monkeypatch):
+    out = small_cifar / "out"
+    (job,) = Lab(out, n_seeds=1, images=600).runs()
+    Lab(out, n_seeds=1, images=600).do({"row": [job]})
+    begun = out / "runs" / job.key / "run" / "model.safetensors"
+    first = begun.stat().st_mtime_ns
+    monkeypatch.setattr(origin, "code_hash", lambda: "abcd1234")
+    (out / "jobs" / f"{job.key}.json").unlink()
+    lab = Lab(out, n_seeds=1, images=600)
+    lab.do({"row": [job]})
+    assert begun.stat().st_mtime_ns == first
+    assert lab.origins[0]["code"] != "abcd1234"  # it was begun, and learned, by the other code
+    Lab(out, n_seeds=1, images=600, redo=True).do({"row": [job]})
+    assert begun.stat().st_mtime_ns != first
+
+
+COMMITTED = Path(__file__).parents[1] / "experiments"
+# The jobs of sweep are not committed.
+N_COMMITTED = {"labels": 18, "curves": 18, "lazy": 18, "buffer": 36, "gradient": 3, "stc": 60, "iid": 21}
+N_COMMITTED |= {"large-buffer": 96, "unusable": 79, "asked": 3, "fleet": 24}
+
+
+@pytest.mark.parametrize("name", N_COMMITTED)
+def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
+    """Without data: of a stream the plan of a run needs its size alone, for the number of images is given."""
+
+    def no_data(config, data_dir):
+        if config.source not in ("cifar10", "tiny-imagenet-20"):
+            raise UserError("not here")
+        source = SimpleNamespace(epoch=50_000, n_images=None)
+        return SimpleNamespace(source=source, size=32 if config.source == "cifar10" else 64, live=False)
+
+    if name == "fleet":
+        pytest.importorskip("flwr")
+    monkeypatch.setattr(lab_module, "_open", no_data)
+    lab_module._resolved.cache_clear()
+    monkeypatch.setattr(
+        lab_module.Lab, "_work", lambda self, jobs: pytest.fail(f"to do: {[*map(str, jobs)]}") if jobs else None
+    )
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "dog.mp4.safetensors").touch()
+    (tmp_path / "jobs").symlink_to(COMMITTED / "jobs")
+    findings = EXPERIMENTS[name](Lab(tmp_path, n_seeds=2 if name == "stc" else 3, device="cpu"))
+    lab_module._resolved.cache_clear()
+    n = N_COMMITTED[name]
+    assert f"{n} jobs, {n} of them done" in capsys.readouterr().err
+    for table in findings.tables:
+        assert table.markdown() in (COMMITTED / name / "table.md").read_text("utf-8")
 
 
 # Kills itself when two jobs have ended.
@@ -199,7 +275,7 @@ def _processes_below(directory):
 def test_two_at_once_in_one_directory_are_refused(small_cifar, capsys):
     with lab_module._alone(small_cifar / "out"):
         assert main(["reproduce", "gradient", *QUICK, "--out", str(small_cifar / "out")]) == 2
-    assert "another process is at work" in capsys.readouterr().err
+    assert "another process is working in" in capsys.readouterr().err
 
 
 def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
@@ -222,7 +298,7 @@ def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
         (["labels", "--on", "rya"], "on is 'rya': use ray"),
         (["labels", "--images", "many"], "--images"),
         (["labels", "--images", "10"], "images is 10: use at least 256"),
-        (["labels", "--data", "no/such/place"], "no directory 'no/such/place': --data"),
+        (["labels", "--data", "no/such/place"], "no directory 'no/such/place': give --data"),
         (["labels", "--device", "gpu"], "no device 'gpu'"),
     ],
 )
@@ -249,7 +325,7 @@ def test_the_papers_scale_has_the_papers_settings(small_cifar):
     due = {"width": 64, "lr": 1e-4, "temperature": 0.5, "stc": 500, "buffer": 256, "segment": 256, "batch": 256}
     due |= {"images": 25_000_000, "weight_decay": 1e-4, "encoder": "resnet18", "stem": "small", "seed": 2}
     assert {name: config[name] for name in due} == due
-    assert "precision=fp32" in config["policy"]
+    assert config["policy"] == "contrast"
 
 
 def test_a_dataset_that_is_not_at_hand_is_left_out(small_cifar, capsys):
@@ -264,7 +340,7 @@ def test_without_any_dataset_there_are_no_curves(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "empty"))
     monkeypatch.setattr(data, "get", missing)
     assert main(["reproduce", "curves", *QUICK, "--out", str(tmp_path / "out")]) == 2
-    assert "none of the datasets is at hand" in capsys.readouterr().err
+    assert "no dataset was found" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -339,10 +415,7 @@ def test_at_equal_seconds():
 
 
 def test_cells():
-    assert spread([]) == "–"
-    assert spread([1.0]) == "1.0"
-    assert spread([1.0, 3.0]) == "2.0 ± 1.4"
-    assert against([50.0, 52.0], 60.0) == ["51.0 ± 1.4", "60.00", "-9.0"]
+    assert against([50.0, 52.0], 60.0) == ["51.0 ± 12.7", "60.00", "-9.0"]
     assert against([50.0], None) == ["50.0", "–", "–"]
 
 

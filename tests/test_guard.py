@@ -11,7 +11,7 @@ from torch import nn
 from streamclr import ContrastScoring, FIFOReplace, Guarded, Learner, RandomReplace, UserError, open_stream, resnet18
 from streamclr import guards as guard_module
 from streamclr.buffer import Buffer, Pool
-from streamclr.experiments.beyond.unusable import KINDS, Clip, Lying
+from streamclr.experiments.beyond.unusable import KINDS, Clip, SpoiledSource
 from streamclr.guards import GUARDS, appearance, coarse_std, duplicates, neighbour_correlation
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
@@ -201,7 +201,7 @@ def test_resumed_it_goes_on_bit_by_bit(tmp_path):
             resnet18(width=4, stem="half"), Guarded(ContrastScoring(), patience=1), 32, lr=1e-2, seed=3, device="cpu"
         )
 
-    stream = Lying(open_stream("synthetic:?stc=20&size=32").source, "mixture", 0.2, 32 * 24, seed=0)
+    stream = SpoiledSource(open_stream("synthetic:?stc=20&size=32").source, "mixture", 0.2, 32 * 24, seed=0)
     segments = torch.from_numpy(stream.images(np.arange(32 * 24))).split(32)
     whole = make()
     steps = [dataclasses.replace(whole.learn_many(x), seconds_scoring=0, seconds_training=0) for x in segments]
@@ -241,14 +241,14 @@ class Finished(nn.Module):
 
 def test_a_stream_with_five_percent_noise():
     """Contrast scoring hoards the noise; with guards the buffer has at most twice its share, also while it learns."""
-    lying = Lying(open_stream("synthetic:?stc=20&size=32").source, "uniform", 0.05, 64 * 60, seed=0)
+    lying = SpoiledSource(open_stream("synthetic:?stc=20&size=32").source, "uniform", 0.05, 64 * 60, seed=0)
     segments = torch.from_numpy(lying.images(np.arange(64 * 60))).split(64)
 
     def share(buffer, step):
         shares = []
         for images in segments:
             step(images)
-            shares.append(float(lying.lies[buffer.arrivals].float().mean()))
+            shares.append(float(lying.unusable[buffer.arrivals].float().mean()))
         return sum(shares[30:]) / 30
 
     def share_by(policy):
@@ -270,16 +270,16 @@ def test_a_stream_with_five_percent_noise():
 @pytest.mark.parametrize("kind", KINDS)
 def test_liars_come_from_a_seed_and_by_number(kind):
     source = open_stream("synthetic:?stc=20&size=32").source
-    make = [Lying(source, kind, 0.3, 2000, seed) for seed in (0, 0, 1)]
+    make = [SpoiledSource(source, kind, 0.3, 2000, seed) for seed in (0, 0, 1)]
     numbers = np.arange(1000, 1040)
     one, same, other = (lying.images(numbers) for lying in make)
     assert np.array_equal(one, same)
     assert np.array_equal(one[5:9], make[0].images(numbers[5:9]))
     assert not np.array_equal(one, other)
-    lies = make[0].lies[numbers].numpy()
+    lies = make[0].unusable[numbers].numpy()
     assert np.array_equal(one[~lies], source.images(numbers)[~lies])
     assert not (one[lies] == source.images(numbers)[lies]).all((1, 2, 3)).any()
-    assert 500 < int(make[0].lies.sum()) < 700
+    assert 500 < int(make[0].unusable.sum()) < 700
 
 
 def test_a_clip_begins_again():

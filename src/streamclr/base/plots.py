@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def line_plot(title: str, series: Sequence[tuple[str, Sequence[tuple[float, float]]]], path: Path | None = None) -> str:
-    """One line per series, as SVG for a page, and into `path` if one is given."""
+    """One line per series; returns SVG for a page, and writes `path` if it is given."""
 
     def draw(axes: "Axes") -> None:
         for name, points in series:
@@ -38,12 +38,13 @@ def line_plot(title: str, series: Sequence[tuple[str, Sequence[tuple[float, floa
 
 
 def save_plot(title: str, draw: Callable[["Axes"], None], path: Path) -> str:
-    """Into path.png and path.svg."""
+    """Write path.png and path.svg."""
     return plot(title, draw, [path.with_suffix(".png"), path.with_suffix(".svg")])
 
 
 def plot(title: str, draw: Callable[["Axes"], None], paths: Sequence[Path] = ()) -> str:
-    from matplotlib import rc_context  # matplotlib is slow to import
+    """Returns SVG for a page, and writes the paths."""
+    from matplotlib import rc_context  # here, because matplotlib is slow to import
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -53,8 +54,8 @@ def plot(title: str, draw: Callable[["Axes"], None], paths: Sequence[Path] = ())
     draw(axes)
     axes.set_title(title, fontsize=10)
     data = io.StringIO()
-    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "streamclr"}):  # the same picture, the same file
-        warnings.filterwarnings("ignore", "Glyph")  # a class name in a script that the font lacks
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "streamclr"}):  # the same plot gives the same file
+        warnings.filterwarnings("ignore", "Glyph")  # a class name with letters that the font lacks
         for path in paths:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         figure.savefig(data, format="svg")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 class Table:
-    """A table that is shown on a terminal, in Markdown and in HTML."""
+    """Rows of text with a head; the first column has the names of the rows."""
 
     def __init__(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""):
         self.title, self.head, self.rows, self.note = title, head, rows, note
@@ -27,7 +27,7 @@ class Table:
         return f"{title}<table><tr>{head}</tr>{rows}</table>{note}"
 
     def print(self) -> None:
-        """A row on one line if there is room; else names, heads, then cells are broken between words; none is cut."""
+        """Each row on one line if it fits; else names, heads, then cells are wrapped between words. Nothing is cut."""
         from rich.box import SIMPLE
         from rich.cells import cell_len
         from rich.console import Console, ConsoleDimensions

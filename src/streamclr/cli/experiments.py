@@ -1,6 +1,6 @@
 """The command `reproduce`."""
 
-from streamclr.experiments import ReproduceOptions, reproduce
+from streamclr.experiments.reproduce import ReproduceOptions, reproduce
 
 
 def reproduce_command(config: ReproduceOptions) -> None:

@@ -1,10 +1,11 @@
-"""What an experiment found: tables with the paper's numbers beside ours, and a plot."""
+"""The results of an experiment: tables with the paper's numbers beside ours, and a plot."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.sweeps.job import Result
 
@@ -24,7 +25,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Findings:
-    """tables: the first is the paper's. measured: what they show, as plain numbers, seed by seed."""
+    """tables: the first is the paper's. measured: their numbers, seed by seed."""
 
     tables: list[Table]
     measured: dict[str, Any]
@@ -33,16 +34,8 @@ class Findings:
 
 
 def accuracy(results: Sequence[Result], fraction: str = ALL) -> list[float]:
-    """In %, seed by seed, of the classifier trained on a fraction of the labels."""
+    """Of the classifier trained on a fraction of the labels, in %, seed by seed."""
     return [100 * result["labels"][fraction]["accuracy"] for result in results]
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean and standard deviation, or the value alone."""
-    if not values:
-        return "–"
-    middle = f"{mean(values):.{digits}f}"
-    return middle if len(values) == 1 else f"{middle} ± {stdev(values):.{digits}f}"
 
 
 def signed(value: float | None, digits: int = 1) -> str:
@@ -66,7 +59,7 @@ def mean_curve(results: Sequence[Result], key: str = "knn") -> list[tuple[float,
 
 
 def images_to_reach(curve: Sequence[tuple[float, float]], level: float) -> float | None:
-    """How many images a curve needs to come to a level for the first time; between two points it is a line."""
+    """The number of images at which a curve first reaches a level, interpolated between its points."""
     before: tuple[float, float] | None = None
     for seen, value in curve:
         if value >= level:

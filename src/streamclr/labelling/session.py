@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.base.statistics import wilson
 from streamclr.classifier import train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
@@ -357,11 +358,3 @@ def png(image: Tensor) -> bytes:
 def pixels(picture: bytes) -> Tensor:
     """The image of a PNG, 3 x H x W."""
     return torch.from_numpy(np.array(Image.open(io.BytesIO(picture)).convert("RGB"))).permute(2, 0, 1).contiguous()
-
-
-def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927)."""
-    share, spread = right / n, z * z / n
-    middle = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
-    return max(0.0, middle - half), min(1.0, middle + half)

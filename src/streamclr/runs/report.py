@@ -1,4 +1,4 @@
-"""Run directories to one HTML page: tables, learning curves, scores, and the buffer with its pictures."""
+"""One HTML page about runs: tables, learning curves, scores, and the images of the buffer."""
 
 import base64
 import html
@@ -37,8 +37,8 @@ details { margin: 1rem 0 }
 def write_report(
     directories: Sequence[Path], out: Path, tables: Sequence["Table"] = (), title: str = "StreamCLR"
 ) -> Path:
-    """One page on all the runs; `tables` come first."""
-    title = redacted(title)  # it may be a source, with its password
+    """Write one page about all the runs; `tables` come first."""
+    title = redacted(title)  # it may be a source with a password
     runs = [(path.name, RunDirectory.existing(path)) for path in directories]
     if not runs:
         raise UserError("no run to report on: give at least one run directory")
@@ -69,7 +69,7 @@ def results_table(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
 
 
 def curves(runs: Sequence[tuple[str, RunDirectory]]) -> str:
-    """What changes as images come: loss, accuracy, replaced and re-scored share, mean score."""
+    """Curves over images seen: loss, accuracy, replaced and re-scored share, mean score."""
     panels = {
         "loss": ("NT-Xent loss", lambda s: s["loss"]),
         "accuracy": ("kNN accuracy on the test set, %", lambda s: _times(100, s.get("accuracy"))),
@@ -113,7 +113,7 @@ def _class_mix(run: RunDirectory) -> str:
         return ""
     mix = np.array([step["classes"] for step in steps], dtype=float)
     names: list[str] = []
-    if mix.shape[1] <= 10:  # more colours than that cannot be told apart
+    if mix.shape[1] <= 10:  # more colours cannot be told apart
         for entry in (run.results or {}).get("labels", {}).values():
             names = [name.replace("$", r"\$") for name in entry["per_class"]]
 
@@ -126,7 +126,7 @@ def _class_mix(run: RunDirectory) -> str:
         axes.set_ylim(0, 100)
         axes.margins(x=0)
 
-    return plot("Classes in the buffer, % (labels serve this picture only)", draw)
+    return plot("Classes in the buffer, % (labels are used for this plot only)", draw)
 
 
 def _buffer(run: RunDirectory) -> str:

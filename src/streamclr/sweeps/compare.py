@@ -1,10 +1,10 @@
-"""Several policies on the same streams, seed by seed: one table with mean and spread."""
+"""Several policies on the same streams, seed by seed: one table with means and their 95 % intervals."""
 
 import dataclasses
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.options import option
 from streamclr.base.plots import line_plot
-from streamclr.base.table import Table, labels_heading, percent
+from streamclr.base.statistics import seeds_note, spread
+from streamclr.base.table import Table, labels_heading
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
@@ -28,7 +29,7 @@ from streamclr.sweeps.places import ON, Place, open_place, work
 
 @dataclass(frozen=True)
 class CompareOptions(RunOptions):
-    """Run several policies on the same streams and print one table with mean and spread over the seeds."""
+    """Run several policies on the same streams and print one table with means and 95 % intervals over the seeds."""
 
     policies: str = option("contrast,random,fifo", "the policies to compare, with commas between")
     seeds: int = option(3, "how many seeds, from --seed on; a seed has one stream for all policies")
@@ -92,12 +93,11 @@ def compare(
     rows = _rows(directories, config) | (baselines or {})
     write_json(out / "results.json", {"config": dataclasses.asdict(config) | {"out": None}, "accuracy": rows})
     columns = [*(str(f) for f in config.label_fractions), PROBE]
-    spread = f"mean ± standard deviation of {config.seeds} seeds" if config.seeds > 1 else "one seed"
     table = Table(
         title,
         ["", *(column if column == PROBE else labels_heading(column) for column in columns)],
-        [[name, *(_spread(values.get(column, [])) for column in columns)] for name, values in rows.items()],
-        note=f"accuracy on the test set, {spread}",
+        [[name, *(_percent(values.get(column, [])) for column in columns)] for name, values in rows.items()],
+        note=f"accuracy on the test set, {seeds_note(config.seeds)}",
     )
     (out / "table.md").write_text(table.markdown(), encoding="utf-8")
     line_plot(
@@ -114,7 +114,9 @@ def _work(runs: dict[Path, RunOptions], place: Place, out: Path) -> None:
     jobs = {}
     for path, one in runs.items():
         arguments = dataclasses.asdict(dataclasses.replace(one, device=place.device))
-        jobs[out / "jobs" / path.name] = Job(path.name, f"{__name__}:run_for_compare", arguments, keeps_run=True)
+        jobs[out / "jobs" / path.name] = Job(
+            path.name, "compare", f"{__name__}:run_for_compare", arguments, keeps_run=True
+        )
 
     def keep(directory: Path) -> None:
         path = out / directory.name
@@ -150,10 +152,8 @@ def _rows(directories: dict[str, list[RunDirectory]], config: CompareOptions) ->
     return rows
 
 
-def _spread(values: list[float]) -> str:
-    if not values:
-        return "–"
-    return percent(mean(values)) if len(values) == 1 else f"{percent(mean(values))} ± {100 * stdev(values):.1f}"
+def _percent(values: list[float]) -> str:
+    return spread([100 * value for value in values], unit=" %")
 
 
 def _mean_curve(runs: list[RunDirectory]) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""A job of a sweep: a function with its arguments, in a process and a directory of its own."""
+"""A job of a sweep: a function with its arguments, in its own process and directory."""
 
 import hashlib
 import importlib
@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,21 +20,25 @@ from streamclr.base.files import read_json, write_json
 from streamclr.records.directory import NOT_THE_RUNS
 from streamclr.records.options import RunOptions
 from streamclr.streams.datasets import registry as data
+from streamclr.sweeps.origin import Origin, origin, origin_of
 
 Result = dict[str, Any]
-RESULT, LOG = "result.json", "log.txt"  # what a job leaves in its directory
+DESCRIPTION, RESULT, LOG = "job.json", "result.json", "log.txt"  # in the directory of a job
 
 
 @dataclass(frozen=True)
 class Job:
-    """A function by its name, `module:function`, and its arguments, those of a RunOptions and its own.
+    """A function and its arguments: those of a RunOptions and its own.
 
-    It is given a directory and returns JSON; a run of it is in `run` there.
+    title: the beginning of its key, for people.
+    name: what it measures. It is part of the key, so it stays the same when the function moves or is renamed.
+    function: `module:function`. It gets a directory and the arguments, and returns JSON; its run, if any, is in `run`.
     needs: names of files beside its directory that it reads.
-    keeps_run: whether the files of its run are wanted too, not only what it returns.
+    keeps_run: whether the files of its run are wanted too, not only the result.
     """
 
     title: str
+    name: str
     function: str
     arguments: Result
     needs: tuple[str, ...] = ()
@@ -41,31 +46,38 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What tells it from others: its function, and its arguments that are not the default ones."""
+        """The file name of its result: a hash of its name and of the arguments that differ from the defaults."""
         special = {
             name: value
             for name, value in self.arguments.items()
             if name not in NOT_THE_RUNS and value != getattr(RunOptions, name, None)
         }
-        known_by = json.dumps([self.function, special], sort_keys=True)
-        return f"{self.title}-{hashlib.sha256(known_by.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
+        content = json.dumps([self.name, special], sort_keys=True)
+        return f"{self.title}-{hashlib.sha256(content.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
+
+    def doing(self, name: str, function: Callable[..., Result], **own: Any) -> "Job":
+        """The same run for another function, which has arguments of its own."""
+        path = f"{function.__module__}:{function.__name__}"
+        return replace(self, name=name, function=path, arguments=self.arguments | own)
 
     def write(self, directory: Path) -> None:
-        """What its process has to know."""
+        """Write the job's description for its process; one that was interrupted counts as measured where it began."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "job.json", {"function": self.function, "arguments": self.arguments})
+        measured_by = begun_by(directory) or origin(self.arguments.get("device"))
+        content = {"function": self.function, "arguments": self.arguments, "measured_by": measured_by}
+        write_json(directory / DESCRIPTION, content)
 
     def start(
         self, directory: Path, threads: int, env: dict[str, str] | None = None, lock: IO[str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Its process, in this directory; one that exists is that of the same job, interrupted: then it goes on.
+        """Start its process. If the directory exists, the job was interrupted there and continues.
 
-        lock: which is the process's too, until it ends.
+        lock: a locked file; the process holds the lock too, until it ends.
         """
         self.write(directory)
         own = {"OMP_NUM_THREADS": str(threads)} | (env or {})
         with (directory / LOG).open("wb") as log:
-            # The pipe to its standard input closes when this process ends, however it ends, and so ends the job.
+            # The pipe to standard input closes when this process ends, however it ends; that ends the job.
             return subprocess.Popen(
                 [sys.executable, "-m", __name__, str(directory)],
                 stdin=subprocess.PIPE,
@@ -76,8 +88,14 @@ class Job:
             )
 
 
+def begun_by(directory: Path) -> Origin | None:
+    """What began the job of a directory, if it was begun."""
+    file = directory / DESCRIPTION
+    return origin_of(read_json(file)) if file.exists() else None
+
+
 def n_seen(directory: Path) -> int:
-    """How many images the run of a job has learned from: the last whole line of its journal says."""
+    """How many images the job's run has learned from, by the last whole line of its journal."""
     journal = directory / "run" / "journal.jsonl"
     if not journal.exists():
         return 0
@@ -87,9 +105,9 @@ def n_seen(directory: Path) -> int:
     return json.loads(lines[-1])["seen"] if lines and lines[-1].startswith(b"{") else 0
 
 
-def last_word(directory: Path) -> str:
-    """The last line of a job's log, which says why it failed if it did."""
-    return ((directory / LOG).read_text("utf-8", errors="replace").strip() or "no word").splitlines()[-1]
+def last_log_line(directory: Path) -> str:
+    """The last line of a job's log: if it failed, the reason."""
+    return ((directory / LOG).read_text("utf-8", errors="replace").strip() or "empty log").splitlines()[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -97,28 +115,30 @@ def last_word(directory: Path) -> str:
 
 
 def do_job(directory: Path, clock: "Clock") -> None:
-    job = read_json(directory / "job.json")
+    """Do the job of a directory and write its result, with who measured it."""
+    job = read_json(directory / DESCRIPTION)
     _bring_dataset(job["arguments"])
     module, _, function = job["function"].partition(":")
     result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])
-    write_json(directory / RESULT, result | {"arguments": job["arguments"], "seconds_in_all": clock.read()})
+    facts = {"seconds_in_all": clock.read(), "measured_by": job["measured_by"]}
+    write_json(directory / RESULT, result | {"arguments": job["arguments"]} | facts)
 
 
 def _bring_dataset(arguments: Result) -> None:
-    """On another machine than that which planned the job its dataset may not be in the cache yet."""
+    """Get the dataset if it is not in this machine's cache, as on another machine than the one that made the plan."""
     name = opts.split(arguments.get("source", ""))[0]
     if name in data.DATASETS and not data.is_cached(name):
         print(data.get(name), flush=True)
 
 
 class Clock:
-    """The seconds that a job has taken, those before an interruption included."""
+    """The seconds that a job has taken, including those before an interruption."""
 
     def __init__(self, directory: Path):
         self.file = directory / "seconds.json"
         self.before = read_json(self.file) if self.file.exists() else 0.0
         self.started = time.perf_counter()
-        self._lock = threading.Lock()  # the job and the thread that waits for its parent's end both read it
+        self._lock = threading.Lock()  # the job and the thread that watches its parent both read it
 
     def read(self) -> float:
         with self._lock:
@@ -128,7 +148,7 @@ class Clock:
 
 
 def _end_with_the_parent(clock: Clock) -> None:
-    while not select.select([0], [], [], 10)[0]:  # nothing is ever written to the pipe: it is ready when it closes
+    while not select.select([0], [], [], 10)[0]:  # nothing is written to the pipe: it is ready when it closes
         clock.read()
     os._exit(1)
 
@@ -138,7 +158,7 @@ if __name__ == "__main__":
 
     keep_freed_memory()
     if select.select([0], [], [], 0)[0]:
-        sys.exit("left alone before it began")
+        sys.exit("the process that started this job has ended")
     clock = Clock(Path(sys.argv[1]))
     threading.Thread(target=_end_with_the_parent, args=[clock], daemon=True).start()
     try:

@@ -1,6 +1,7 @@
-"""Where experiments run: jobs side by side, each done once and known by what it is, so that all can be resumed."""
+"""Where experiments run: each job is done once and its result is kept under its key, so that all can be resumed."""
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,11 +24,12 @@ from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 from streamclr.streams.datasets import registry as data
 from streamclr.streams.stream import Stream
-from streamclr.sweeps.job import RESULT, Job, Result
+from streamclr.sweeps.job import RESULT, Job, Result, begun_by
+from streamclr.sweeps.origin import Origin, difference, is_by, origin, origin_of
 from streamclr.sweeps.places import open_place, work
 
-# The paper's settings for CIFAR-10 (Sec. IV-A), and the fixed ones of two CPU cores, chosen by `reproduce sweep` with
-# the policy Random. The contrast score is the exact one in both: no table depends on what is fast on a machine.
+# The paper's settings for CIFAR-10 (Sec. IV-A), and smaller ones for two CPU cores, chosen by `reproduce sweep` with
+# the policy Random. The contrast score is exact in both, so that no table depends on what is fast on a machine.
 SCALES = {
     "paper": RunOptions(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
     "cpu": RunOptions(
@@ -45,13 +47,14 @@ T = TypeVar("T")
 
 
 class Lab:
-    """One experiment's jobs at one scale, below a directory that experiments share.
+    """The jobs of one experiment at one scale, in a directory that experiments share.
 
-    images: instead of as many as the scale says.
+    images: of each run [the scale's own].
     workers: jobs at a time [one for each GPU, or each core; on Ray, as many as it has room for].
     data_dir: where datasets are that are not in the cache.
-    only_plan: say what is to be done and how long it should take, and leave it at that.
-    on: where the jobs run, as `open_place` has it [this machine].
+    only_plan: print what would be done and how long it should take, then exit.
+    on: where the jobs run, see `open_place` [this machine].
+    redo: do jobs again whose results were measured by other code, another torch or another machine.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Lab:
         data_dir: str | None = None,
         only_plan: bool = False,
         on: str | None = None,
+        redo: bool = False,
     ):
         if scale not in SCALES:
             raise UserError(f"no scale {scale!r}: {opts.one_of(scale, SCALES)}")
@@ -72,67 +76,78 @@ class Lab:
         for name, value, least in (("seeds", n_seeds, 1), ("images", images, one_batch), ("workers", workers, 1)):
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")
-        self.out, self.scale, self.n_seeds, self.images, self.only_plan = out, scale, n_seeds, images, only_plan
+        self.out, self.scale, self.n_seeds, self.images = out, scale, n_seeds, images
+        self.only_plan, self.redo = only_plan, redo
         self.place = open_place(on, workers, device)
         self.device, self.workers = self.place.device, self.place.workers
         self.data_dir = None if data_dir is None else Path(data_dir).expanduser()
         if self.data_dir is not None and not self.data_dir.is_dir():
-            raise UserError(f"no directory {data_dir!r}: --data says where official files of datasets are")
-        self.left_out: list[str] = []  # datasets that are not at hand
-        self.seconds = 0.0  # of work behind the results, whenever it was done
+            raise UserError(f"no directory {data_dir!r}: give --data a directory with official files of datasets")
+        self.left_out: list[str] = []  # datasets that were not found
+        self.seconds = 0.0  # of work for the results, whenever it was done
+        self.origins: list[Origin] = []  # of the results
+        self._now = {name: value for name, value in origin(self.device).items() if name != "date"}
+        if self.place.name:  # which machine of a cluster does a job is not known before
+            del self._now["machine"]
 
     def pick(self, *, paper: T, cpu: T) -> T:
-        """What holds at this scale."""
+        """The value for this scale."""
         return {"paper": paper, "cpu": cpu}[self.scale]
 
     def runs(self, **settings: Any) -> list[Job]:
-        """A run of the scale, with these settings instead of its own: a job for each seed."""
+        """A run with the scale's settings and these instead: a job for each seed."""
         wanted = dataclasses.replace(SCALES[self.scale], **settings)
         if self.images is not None:
             wanted = dataclasses.replace(wanted, images=self.images, epochs=None)
-        name, options = opts.split(wanted.policy)
-        if name == "contrast":
-            policy = "contrast?" + "&".join(f"{k}={v}" for k, v in (options | {"precision": "fp32"}).items())
-            wanted = dataclasses.replace(wanted, policy=policy)
         wanted = _resolved(wanted, self.data_dir)
-        jobs = []
+        policy, jobs = opts.split(wanted.policy)[0], []
         for seed in range(self.n_seeds):
             arguments = asdict(dataclasses.replace(wanted, seed=seed, device=self.device))
             arguments.pop("out")
-            jobs.append(Job(f"{name}-{seed}", f"{__name__}:run_job", arguments))
+            jobs.append(Job(f"{policy}-{seed}", "run", f"{__name__}:run_job", arguments))
         return jobs
 
     def at_hand(self, dataset: str, **settings: Any) -> bool:
-        """Whether the data of a run can be had; if not, the experiment says so and goes on without."""
+        """Whether the dataset of a run can be read; if not, say so and leave it out."""
         try:
             _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
         except UserError as error:
             self.left_out.append(dataset)
-            print(f"{dataset} is left out, --data says where it is: {' '.join(str(error).split())}", file=sys.stderr)
+            reason = " ".join(str(error).split())
+            print(f"{dataset} is left out ({reason}): give its directory with --data", file=sys.stderr)
             return False
         return True
 
     def do(self, jobs: dict[str, list[Job]]) -> dict[str, list[Result]]:
-        """The results of all jobs, of which those that are not there yet are done now."""
-        places = {job.key: job for row in jobs.values() for job in row}
+        """The results of all jobs; those without a result are done now."""
+        by_key = {job.key: job for row in jobs.values() for job in row}
         with _alone(self.out):
-            missing = [job for job in _by_seed(jobs) if not self._result(job).exists()]
+            done = self._done(by_key)
+            missing = [job for job in _by_seed(jobs) if job.key not in done]
             print(
-                f"{len(places)} jobs, {len(places) - len(missing)} of them done; {self._expected(missing)}",
-                file=sys.stderr,
-                flush=True,
+                f"{len(by_key)} jobs, {len(done)} of them done; {self._expected(missing)}", file=sys.stderr, flush=True
             )
             if self.only_plan:
                 raise SystemExit(0)
             self._work({self._directory(job): job for job in missing})
-        results = {key: read_json(self._result(job)) for key, job in places.items()}
-        # The learning of some is longer than all of them: the time before an interruption was not counted once.
+        results = {key: read_json(self._result(job)) for key, job in by_key.items()}
+        self.origins += map(origin_of, results.values())
+        # Old records can have more seconds of learning than in all, which then left out those before an interruption.
         spent = (max(result["seconds_in_all"], result.get("seconds_learning") or 0) for result in results.values())
         self.seconds += sum(spent)
         return {row: [results[job.key] for job in own] for row, own in jobs.items()}
 
+    def _done(self, jobs: dict[str, Job]) -> set[str]:
+        """The keys of the jobs that have a result, and with `redo` one that was measured as it would be now."""
+        found = {key: origin_of(read_json(file)) for key, job in jobs.items() if (file := self._result(job)).exists()}
+        if self.redo:
+            return {key for key, one in found.items() if is_by(self._now, one)}
+        if line := difference(self._now, list(found.values())):
+            print(line, file=sys.stderr, flush=True)
+        return set(found)
+
     def _directory(self, job: Job) -> Path:
-        """Where it works; nothing in there is needed once the result is known."""
+        """Where it runs; not needed once there is a result."""
         return self.out / "runs" / job.key
 
     def _result(self, job: Job) -> Path:
@@ -140,10 +155,14 @@ class Lab:
 
     def _work(self, jobs: dict[Path, Job]) -> None:
         (self.out / "jobs").mkdir(exist_ok=True)
+        if self.redo:
+            for directory in jobs:
+                if (begun := begun_by(directory)) and not is_by(self._now, begun):
+                    shutil.rmtree(directory)
         work(jobs, self.place, lambda directory: (directory / RESULT).replace(self._result(jobs[directory])))
 
     def _expected(self, jobs: list[Job]) -> str:
-        """How long the jobs should take, from a step of each kind of run on this device."""
+        """How long the jobs should take, estimated from one step of each kind of run on this device."""
         names = [field.name for field in dataclasses.fields(RunOptions)]
         learned = [
             RunOptions(**{name: job.arguments[name] for name in names if name in job.arguments})
@@ -153,10 +172,10 @@ class Lab:
         if not learned:
             return "nothing to learn"
         if self.device == "cuda" and not torch.cuda.is_available():
-            return "how long they take cannot be said here, without a GPU"
+            return "how long they take is unknown: this machine has no GPU to time a step on"
         with Progress("timing a step of each kind", None):
             seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
-        torch.cuda.empty_cache()  # or this process keeps the memory that the first GPU's job needs
+        torch.cuda.empty_cache()  # the job on the first GPU needs the memory
         n_workers = min(self.workers, len(learned))
         hours = seconds / n_workers / 3600
         how_long = f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
@@ -164,7 +183,7 @@ class Lab:
 
 
 def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:
-    """Each job once, seed by seed, so that a first table needs a third of the time."""
+    """Each job once, the first seed of all rows first, so that a table of one seed is there early."""
     seen = set()
     for seed in range(max((len(row) for row in jobs.values()), default=0)):
         for row in jobs.values():
@@ -175,24 +194,24 @@ def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Two labs in one directory would take each other's jobs for interrupted ones."""
+    """Lock the directory: a second lab would take the running jobs of the first for interrupted ones."""
     out.mkdir(parents=True, exist_ok=True)
     (out / ".lock").touch()
-    with held(out / ".lock", f"another process is at work in {out}: wait for it, or give another --out"):
+    with held(out / ".lock", f"another process is working in {out}: wait for it, or give another --out"):
         yield
 
 
-_kind_fields = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
+KIND_FIELDS = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
 
 
 def _kind(config: RunOptions) -> RunOptions:
-    """What the time of a step depends on."""
-    return RunOptions(**{name: getattr(config, name) for name in (*_kind_fields, "device")})
+    """The options that the time of a step depends on."""
+    return RunOptions(**{name: getattr(config, name) for name in (*KIND_FIELDS, "device")})
 
 
 @cache
 def _step_seconds(kind: RunOptions) -> float:
-    """The time of one step; on a CPU of one with fewer images, as many times as it is smaller."""
+    """The time of one step; on a CPU it is extrapolated from a step with fewer images."""
     assert kind.segment is not None
     assert kind.batch is not None
     assert kind.size is not None
@@ -215,7 +234,7 @@ def _resolved(config: RunOptions, data_dir: Path | None) -> RunOptions:
 
 
 def _open(config: RunOptions, data_dir: Path | None) -> Stream:
-    """The stream of a run; a dataset that is not in the cache is brought there first."""
+    """The stream of a run; a dataset that is not in the cache is put there first."""
     name = opts.split(config.source)[0]
     if name in data.DATASETS and not data.is_cached(name):
         print(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None), file=sys.stderr)
@@ -227,7 +246,7 @@ def _open(config: RunOptions, data_dir: Path | None) -> Stream:
 
 
 def run_job(directory: Path, **config: Any) -> Result:
-    """A run: its results, and what its journal says over time."""
+    """A run: its results, and summaries of its journal."""
     own = RunDirectory(directory / "run")
     results = own.results or run(RunOptions(**config, out=str(own.path)))[1]
     steps = own.steps()

@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: processes of this machine, or tasks of a Ray cluster. Who asks need not know which."""
+"""Where the jobs of a sweep run: processes of this machine, or tasks of a Ray cluster, behind one protocol."""
 
 import os
 import subprocess
@@ -12,17 +12,17 @@ import torch
 from streamclr.base.errors import UserError
 from streamclr.base.progress import Progress
 from streamclr.learner import find_device
-from streamclr.sweeps.job import LOG, RESULT, Job, last_word, n_seen
+from streamclr.sweeps.job import LOG, RESULT, Job, last_log_line, n_seen
 
-ON = "ray: the runs are tasks of a Ray of this machine's own; ray:ADDRESS: of a cluster that is there [no Ray]"
+ON = "where the runs are done: ray (a new Ray cluster of this machine) or ray:ADDRESS (a running one) [no Ray]"
 
 
 class Place(Protocol):
-    """Once a job has ended, its directory here has its log and, if it ended well, its result.
+    """Runs jobs. When a job has ended, its directory has its log and, if it succeeded, its result.
 
     name: empty for this machine.
     device: what the jobs learn on.
-    workers: how many run side by side.
+    workers: how many jobs run at the same time.
     """
 
     name: str
@@ -30,42 +30,44 @@ class Place(Protocol):
     workers: int
 
     def has_room(self) -> bool:
-        """Whether one more can be given to it now."""
+        """Whether one more job can be started now."""
 
     def start(self, job: Job, directory: Path) -> None: ...
 
     def ended(self) -> list[tuple[Path, str]]:
-        """The directories of those that ended since it was last asked, and where they ran or what ended them."""
+        """The directories of the jobs that ended since the last call, with where they ran or what killed them."""
 
     @property
-    def n_at_work(self) -> int: ...
+    def n_running(self) -> int: ...
 
     @property
     def n_seen(self) -> int:
-        """How many images those at work have learned from."""
+        """How many images the running jobs have learned from."""
 
     def stop(self) -> None:
-        """End those that are at work."""
+        """Stop the running jobs."""
 
 
 def open_place(on: str | None, workers: int | None, device: str | None, threads: int | None = None) -> Place:
-    """Of `--on`; threads: of each job [this machine's cores, divided among the workers]."""
+    """The place that `--on` names; threads: of each job [this machine's cores, divided among the workers]."""
     if on is None:
         return Processes(workers, device)
     name, _, address = on.partition(":")
     if name != "ray" or on == "ray:":
-        raise UserError(f"on is {on!r}: use ray for one of this machine's own, or ray:ADDRESS for a cluster (ray:auto)")
+        raise UserError(
+            f"on is {on!r}: use ray for a cluster of this machine, or ray:ADDRESS for a running one (ray:auto)"
+        )
     from streamclr.sweeps.on_ray import OnRay
 
     return OnRay(address or None, workers, device, threads)
 
 
 def work(jobs: dict[Path, Job], place: Place, keep: Callable[[Path], object]) -> None:
-    """Do all jobs, each in its directory; `keep` takes from there what one that ended well has left."""
+    """Do all jobs, each in its directory; `keep` is called with the directory of each that succeeded."""
     images = {directory: job.arguments["images"] or 0 for directory, job in jobs.items()}
     waiting, n_left, n_done = [], len(jobs), 0
     for directory in jobs:
-        if (directory / RESULT).exists():  # whoever asked for it was gone before it could be taken
+        if (directory / RESULT).exists():  # it ended after the process that started it, which did not keep it
             n_left, n_done = n_left - 1, n_done + images[directory]
             keep(directory)
         else:
@@ -80,17 +82,17 @@ def work(jobs: dict[Path, Job], place: Place, keep: Callable[[Path], object]) ->
                 for directory, where in place.ended():
                     n_left, n_done = n_left - 1, n_done + images[directory]
                     if not (directory / RESULT).exists():
-                        key, reason = jobs[directory].key, last_word(directory)
+                        key, reason = jobs[directory].key, last_log_line(directory)
                         raise UserError(f"{key} failed{where} ({reason}): see {directory / LOG}")
                     keep(directory)
-                note = f"{n_left - place.n_at_work} waiting, {place.n_at_work} at work"
+                note = f"{n_left - place.n_running} waiting, {place.n_running} running"
                 bar.advance(n_done + place.n_seen - bar.done, note)
         finally:
             place.stop()
 
 
 class Processes:
-    """A process of this machine for each job, one on each GPU or with its share of the cores.
+    """A process of this machine for each job, each on a GPU or with its share of the cores.
 
     workers: jobs at a time [one for each GPU, or each core].
     """
@@ -100,12 +102,12 @@ class Processes:
     def __init__(self, workers: int | None = None, device: str | None = None):
         found = find_device(device)
         if found.index is not None:
-            raise UserError(f"device is {device!r}: use {found.type}; CUDA_VISIBLE_DEVICES says which GPUs")
+            raise UserError(f"device is {device!r}: use {found.type}, and CUDA_VISIBLE_DEVICES to choose GPUs")
         self.device: str = found.type
         self.workers: int = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count() or 1)
         self.threads: int = max(1, (os.cpu_count() or 1) // self.workers)
         self._free: list[int] = list(range(self.workers))
-        self._at_work: dict[Path, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._running: dict[Path, tuple[int, subprocess.Popen[bytes]]] = {}
 
     def has_room(self) -> bool:
         return bool(self._free)
@@ -116,29 +118,29 @@ class Processes:
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
             env["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
-        self._at_work[directory] = worker, job.start(directory, self.threads, env)
+        self._running[directory] = worker, job.start(directory, self.threads, env)
 
     def ended(self) -> list[tuple[Path, str]]:
-        ended = [path for path, (_, process) in self._at_work.items() if process.poll() is not None]
-        told = []
+        ended = [path for path, (_, process) in self._running.items() if process.poll() is not None]
+        endings = []
         for path in ended:
-            worker, process = self._at_work.pop(path)
+            worker, process = self._running.pop(path)
             self._free.append(worker)
             killed = f", killed by signal {-process.returncode}" if process.returncode < 0 else ""
-            told.append((path, killed))
-        return told
+            endings.append((path, killed))
+        return endings
 
     @property
-    def n_at_work(self) -> int:
-        return len(self._at_work)
+    def n_running(self) -> int:
+        return len(self._running)
 
     @property
     def n_seen(self) -> int:
-        return sum(n_seen(directory) for directory in self._at_work)
+        return sum(n_seen(directory) for directory in self._running)
 
     def stop(self) -> None:
-        for worker, process in self._at_work.values():
+        for worker, process in self._running.values():
             process.kill()
             process.wait()
             self._free.append(worker)
-        self._at_work.clear()
+        self._running.clear()

@@ -1,6 +1,7 @@
-"""A fleet: ten devices that share an encoder and no image, against each alone and one learner that sees it all."""
+"""Not in the paper: ten devices that share an encoder but no images, against devices alone and one pooled learner."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 
 from streamclr.base.progress import Progress
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.experiments.findings import Findings, signed, spread
+from streamclr.experiments.findings import Findings, signed
 from streamclr.fleet.options import SimulateOptions
 from streamclr.fleet.rounds import read_rounds
 from streamclr.fleet.simulate import prepared, run_rounds
@@ -30,36 +32,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 N_DEVICES, N_ROUNDS, DROPOUT = 10, 50, 0.2
-BUFFER = 64  # of each learner: with 256 a device would have two steps in a round
-N_PROBED = 10_000  # labelled images of the probe, evenly spaced: ten single devices are probed for each fleet
+BUFFER = 64  # of each learner: with 256 a device would take only two steps in a round
+N_PROBED = 10_000  # labelled images of the probe, evenly spaced: fewer than all, because ten devices are probed
 EQUAL = "pooled, as many steps as a device"
 SPLITS = {"classes:2": "two classes each", "stc": "all classes each"}
 
 
 def fleet(lab: Lab) -> Findings:
-    everybody = lab.images or lab.pick(paper=25_000_000, cpu=256_000)
-    n_device = everybody // N_DEVICES
+    n_total = lab.images or lab.pick(paper=25_000_000, cpu=256_000)
+    n_device = n_total // N_DEVICES
     n_round = -(-n_device // N_ROUNDS)  # images of a device in a round
 
-    def jobs(function: str, images: int, **own: Any) -> list[Job]:
+    def jobs(measure: Callable[..., Result], images: int, **own: Any) -> list[Job]:
         runs = lab.runs(probes=0, images=images, buffer=BUFFER)
-        return [
-            replace(job, function=f"{__name__}:{function}", arguments=job.arguments | own | {"images": images})
-            for job in runs
-        ]
+        return [job.doing(f"fleet-{measure.__name__}", measure, **own, images=images) for job in runs]
 
-    rows: dict[str, list[Job]] = {"pooled": jobs("pooled", everybody), EQUAL: jobs("pooled", n_device)}
+    rows: dict[str, list[Job]] = {"pooled": jobs(pooled, n_total), EQUAL: jobs(pooled, n_device)}
     for split, seen in SPLITS.items():
         own = {"split": split, "dropout": 0.0, "round_images": n_round}
-        rows[f"{seen}: single"] = jobs("single", everybody, split=split, device_images=n_device)
-        rows[f"{seen}: fleet"] = jobs("federated", everybody, **own)
-        rows[f"{seen}: fleet, {DROPOUT:.0%} drop out"] = jobs("federated", everybody, **own | {"dropout": DROPOUT})
+        rows[f"{seen}: single"] = jobs(single, n_total, split=split, device_images=n_device)
+        rows[f"{seen}: fleet"] = jobs(federated, n_total, **own)
+        rows[f"{seen}: fleet, {DROPOUT:.0%} drop out"] = jobs(federated, n_total, **own | {"dropout": DROPOUT})
     results = lab.do(rows)
     measured = {row: [100 * result["accuracy"] for result in own] for row, own in results.items()}
 
-    def closed(row: str, seen: str, pooled: str) -> str:
-        """The share of the gap between single and pooled."""
-        low, high, own = (mean(measured[name]) for name in (f"{seen}: single", pooled, row))
+    def closed(row: str, seen: str, end: str) -> str:
+        """How much of the gap between single and pooled a row closes."""
+        low, high, own = (mean(measured[name]) for name in (f"{seen}: single", end, row))
         return "–" if high - low < 1 else f"{100 * (own - low) / (high - low):.0f} %"
 
     def cells(row: str) -> list[str]:
@@ -67,16 +66,17 @@ def fleet(lab: Lab) -> Findings:
         if f"{seen}: fleet" not in measured:
             return [row, spread(measured[row]), "–", "–", "–"]
         loss = signed(mean(measured[row]) - mean(measured[f"{seen}: fleet"]))
-        both = (closed(row, seen, pooled) for pooled in ("pooled", EQUAL))
+        both = (closed(row, seen, end) for end in ("pooled", EQUAL))
         return [row, spread(measured[row]), loss, *both]
 
     table = Table(
         f"A fleet of {N_DEVICES}, CIFAR-10",
         ["", "linear probe, %", "against the fleet", "gap closed to pooled", "to pooled, equal steps"],
         [cells(row) for row in measured],
-        f"Not in the paper. {N_DEVICES} devices with buffers of {BUFFER}, {N_ROUNDS} rounds of {n_round} images each; "
-        f"the pooled learner sees as many images as all of them, {N_DEVICES} times the steps of a device, or as many "
-        f"steps as one. Linear probe on {N_PROBED:,} labels. Single: the mean of the ten devices, each alone.",
+        f"Not in the paper. {N_DEVICES} devices with buffers of {BUFFER} images learn for {N_ROUNDS} rounds of "
+        f"{n_round} images each. Single: each device alone, mean of all. Pooled: one learner on the images of all "
+        f"devices, so it takes {N_DEVICES} times the steps of a device, or in the second row as many. Linear probe on "
+        f"{N_PROBED:,} labels.",
     )
 
     def draw(axes: "Axes") -> None:
@@ -99,7 +99,7 @@ def _facts(results: dict[str, list[Result]]) -> dict[str, Any]:
 
 
 def federated(directory: Path, split: str, dropout: float, round_images: int, **config: Any) -> Result:
-    # One that was interrupted begins anew: its devices may be a round ahead of its server.
+    # After an interruption it starts again: its devices may be a round ahead of its server.
     shutil.rmtree(directory / "fleet", ignore_errors=True)
     asked = SimulateOptions(
         **config | {"images": None, "out": str(directory / "fleet")},
@@ -123,7 +123,7 @@ def federated(directory: Path, split: str, dropout: float, round_images: int, **
 
 
 def single(directory: Path, split: str, device_images: int, **config: Any) -> Result:
-    """Each device alone, with the stream that it has in the fleet, from weights of its own."""
+    """Each device alone, with its stream of the fleet and its own initial weights."""
     torch.set_num_threads(1)
     one, accuracies = RunOptions(**config), []
     with Progress("devices alone", N_DEVICES) as bar:

@@ -1,10 +1,11 @@
-"""Not in the paper: how much of the gap between FIFO and an iid stream each policy recovers."""
+"""Not in the paper: how much of the gap between FIFO on the stream and on an iid one each policy recovers."""
 
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import NAMES, Findings, accuracy, mean_curve, spread
+from streamclr.experiments.findings import NAMES, Findings, accuracy, mean_curve
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
 
@@ -47,8 +48,8 @@ def iid(lab: Lab) -> Findings:
     head = ["", "accuracy, all labels, %", "gap recovered, equal images", "relative batch time"]
     head += ["kNN at equal seconds, %", "gap recovered, equal seconds"]
     note = (
-        "The gap is that between FIFO on the stream with STC 500 and on an iid stream. Equal seconds: a policy whose "
-        "batch takes r times as long as one without scoring has seen 1/r of the images. Not in the paper."
+        "The gap is the difference between FIFO on the stream with STC 500 and FIFO on an iid stream. Equal seconds: "
+        "a policy whose batch takes r times as long as one without scoring sees 1/r of the images. Not in the paper."
     )
 
     def draw(axes: "Axes") -> None:
@@ -61,7 +62,7 @@ def iid(lab: Lab) -> Findings:
 
 
 def at_equal_seconds(result: Result) -> float:
-    """The accuracy when a run without scoring would have seen everything; between two points of the curve a line."""
+    """The accuracy at the time when a run without scoring would have ended, interpolated on the curve."""
     end = result["curve"][-1]["seen"] / result["relative_time"]
     before = result["curve"][0]
     for point in result["curve"]:

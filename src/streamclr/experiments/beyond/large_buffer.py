@@ -1,10 +1,11 @@
-"""Not in the paper: what does selection add when the buffer is larger than one mini-batch?"""
+"""Not in the paper: accuracy of every policy when the buffer is larger than one mini-batch."""
 
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import NAMES, Findings, accuracy, spread
+from streamclr.experiments.findings import NAMES, Findings, accuracy
 from streamclr.sweeps.lab import Lab
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192)
 BATCH = 256
 
 
-def budget(lab: Lab) -> Findings:
+def large_buffer(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=50_000)
-    largest = {  # these look at the whole pool in every step
+    largest = {  # these compute on the whole pool in every step
         "selective-bp": lab.pick(paper=8192, cpu=2048),
         "k-center": lab.pick(paper=8192, cpu=2048),
     }
@@ -24,9 +25,9 @@ def budget(lab: Lab) -> Findings:
     for policy in NAMES:
         for size in SIZES:
             if size <= largest.get(policy, size):
-                lazily = 50 if policy == "contrast" else None
-                settings = {"batch": BATCH, "segment": BATCH, "rescore_every": lazily, "images": images, "probes": 0}
-                jobs[f"{policy} {size}"] = lab.runs(policy=policy, buffer=size, **settings)
+                rescore_every = 50 if policy == "contrast" else None
+                settings = {"batch": BATCH, "segment": BATCH, "rescore_every": rescore_every}
+                jobs[f"{policy} {size}"] = lab.runs(policy=policy, buffer=size, images=images, probes=0, **settings)
     results = lab.do(jobs)
     measured = {row: {"accuracy": accuracy(own)} for row, own in results.items()}
     rows = [
@@ -36,10 +37,12 @@ def budget(lab: Lab) -> Findings:
     n_bytes = [size * 3 * 32 * 32 for size in SIZES]
     head = ["", *(f"{size:,} ({n / 2**20:g} MiB)" for size, n in zip(SIZES, n_bytes, strict=True))]
     title = f"Accuracy on CIFAR-10 with all labels after {lab.images or images:,} images, %, by images in the buffer"
-    note = f"Batches of {BATCH} drawn from it, segments of {BATCH}; contrast scoring with T = 50. Not in the paper."
+    note = f"Batches of {BATCH} from the buffer, segments of {BATCH}; contrast scoring with T = 50. Not in the paper."
     if any(most < SIZES[-1] for most in largest.values()):
         names = " and ".join(NAMES[policy] for policy in largest)
-        note += f" {names} look at the whole pool in every step: up to {max(largest.values()):,} images here."
+        note += (
+            f" {names} compute on the whole pool in every step: measured up to {max(largest.values()):,} images only."
+        )
 
     def draw(axes: "Axes") -> None:
         for policy, name in NAMES.items():

@@ -1,13 +1,13 @@
-"""Which encoder and learning rate the CPU scale has: a sweep with the policy Random, so that it favours nobody."""
+"""The encoder and learning rate of the CPU scale, chosen with the policy Random so that no other is favoured."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import ALL, Findings, accuracy, spread
+from streamclr.experiments.findings import ALL, Findings, accuracy
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
@@ -30,7 +30,7 @@ def sweep(lab: Lab) -> Findings:
     for stem, width in ENCODERS:
         for lr in RATES:
             runs = lab.runs(policy="random", images=images, stem=stem, width=width, lr=lr, probes=0)
-            jobs[f"{stem}, {width}, {lr:g}"] = [replace(job, function=f"{__name__}:validate") for job in runs]
+            jobs[f"{stem}, {width}, {lr:g}"] = [job.doing("validate", validate) for job in runs]
     results = lab.do(jobs)
     measured = {
         row: {"accuracy": accuracy(own, ALL), "minutes": [500_000 / images * result["seconds"] / 60 for result in own]}
@@ -56,7 +56,7 @@ def sweep(lab: Lab) -> Findings:
 
 
 def validate(directory: Path, **config: Any) -> Result:
-    """A run that is tested on a fifth of the training images, which the classifier does not see."""
+    """A run that is tested on a fifth of the training images, held back from the classifier."""
     one, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
     seconds = learn_stream(one, learner, stream, RunDirectory.of(one))
     train = stream.train

@@ -1,4 +1,4 @@
-"""Frames that lie: how many the buffer hoards without guards and with them, and what guards cost on clean data."""
+"""Not in the paper: the share of unusable frames in the buffer with guards off and on, and what guards cost."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.base.tensors import load_tensors, save_tensors
-from streamclr.experiments.findings import Findings, spread
+from streamclr.experiments.findings import Findings
 from streamclr.guards import GUARDS
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHARES = (0.01, 0.05, 0.2)  # of the stream
-AT = 0.05  # where accuracy is looked at, and runs without guards
+SHARE_OFF = 0.05  # the share in the runs without guards and in those that measure accuracy
 CLIP = "dog.mp4"
-SENSOR_NOISE = 2.0  # standard deviation, of 255
-COLUMNS = ("liars", "accuracy", "kept_out", "time")  # of a result
+SENSOR_NOISE = 2.0  # standard deviation, in levels of 255
+COLUMNS = ("unusable", "accuracy", "kept_out", "time")  # of a result
 
 
-def lies(lab: Lab) -> Findings:
-    n_share = lab.images or lab.pick(paper=500_000, cpu=20_480)  # for the share of liars, of one seed
-    n_accuracy = lab.images or lab.pick(paper=5_000_000, cpu=51_200)  # for the accuracy, of all seeds
+def unusable(lab: Lab) -> Findings:
+    n_share = lab.images or lab.pick(paper=500_000, cpu=20_480)  # for the share in the buffer, one seed
+    n_accuracy = lab.images or lab.pick(paper=5_000_000, cpu=51_200)  # for the accuracy, all seeds
     clip, n_clip = decoded(lab), n_share // 3
     kinds = ("mixture", *KINDS)
 
@@ -45,24 +46,26 @@ def lies(lab: Lab) -> Findings:
         own: Result = {"kind": kind, "share": share, "clip": clip, "probe": images == n_accuracy, "images": images}
         runs = lab.runs(probes=0, guards=guards, images=max(images, n_share))
         needs = (f"{clip}.safetensors",) if clip else ()
-        function = f"{__name__}:measure"
-        return [replace(job, function=function, arguments=job.arguments | own, needs=needs) for job in runs]
+        return [replace(job.doing("unusable", measure, **own), needs=needs) for job in runs]
 
     accuracies = {f"clean, {guards}": jobs(n_accuracy, guards=guards) for guards in ("off", "on", "quarantine")}
-    accuracies |= {f"mixture, {AT:.0%}, {guards}": jobs(n_accuracy, "mixture", AT, guards) for guards in ("off", "on")}
-    shares = {f"{kind}, {AT:.0%}, off": jobs(n_share, kind, AT)[:1] for kind in kinds}
+    accuracies |= {
+        f"mixture, {SHARE_OFF:.0%}, {guards}": jobs(n_accuracy, "mixture", SHARE_OFF, guards)
+        for guards in ("off", "on")
+    }
+    shares = {f"{kind}, {SHARE_OFF:.0%}, off": jobs(n_share, kind, SHARE_OFF)[:1] for kind in kinds}
     shares |= {f"{kind}, {x:.0%}, on": jobs(n_share, kind, x, "on")[:1] for x in SHARES for kind in kinds}
     if clip:
-        grid = [("mixture", AT, "off"), *((kind, x, "on") for x in SHARES for kind in kinds)]
+        grid = [("mixture", SHARE_OFF, "off"), *((kind, x, "on") for x in SHARES for kind in kinds)]
         shares |= {f"{clip}, {k}, {x:.0%}, {on}": jobs(n_clip, k, x, on, clip)[:1] for k, x, on in grid}
     results = lab.do({f"accuracy: {row}": own for row, own in accuracies.items()} | shares)
     measured = {row: {name: [result[name] for result in own] for name in COLUMNS} for row, own in results.items()}
 
-    columns = [f"{AT:.0%}, off", *(f"{share:.0%}, on" for share in SHARES)]
+    columns = [f"{SHARE_OFF:.0%}, off", *(f"{share:.0%}, on" for share in SHARES)]
 
     def cells(kind: str, where: str = "") -> list[str]:
         rows = (f"{where}{kind}, {column}" for column in columns)
-        return [f"{100 * measured[row]['liars'][0]:.1f}" if row in measured else "–" for row in rows]
+        return [f"{100 * measured[row]['unusable'][0]:.1f}" if row in measured else "–" for row in rows]
 
     clean = measured["accuracy: clean, off"]["accuracy"]
 
@@ -84,51 +87,57 @@ def lies(lab: Lab) -> Findings:
     ]
     tables = [
         Table(
-            "Liars in the buffer in %, by their share of the stream, guards off and on, CIFAR-10",
-            ["liars", *columns],
+            "Unusable frames in the buffer, %, by their share of the stream, guards off and on, CIFAR-10",
+            ["kind", *columns],
             [[kind, *cells(kind)] for kind in kinds],
             f"{n_share:,} images, one seed, mean over the second half of the run. Not in the paper.",
         ),
         Table(
-            f"Accuracy with {AT:.0%} of a mixture of liars, CIFAR-10",
-            ["stream, guards", "accuracy, %", "against clean, off", "images kept out, %", "guards, % of a step"],
+            f"Accuracy with {SHARE_OFF:.0%} of a mixture of unusable frames, CIFAR-10",
+            [
+                "stream, guards",
+                "accuracy, %",
+                "against clean, off",
+                "images kept out, %",
+                "time of guards, % of a step",
+            ],
             [accuracy(row) for row in accuracies],
-            f"{n_accuracy:,} images; linear probe on all labels, against the clean run of the same seed.",
+            f"{n_accuracy:,} images; linear probe on all labels; seeds are paired with the clean run, guards off.",
         ),
         Table(
-            "What each guard costs on clean data, CIFAR-10",
-            ["guard", "images kept out, %", "% of a step"],
+            "Cost of each guard on clean data, CIFAR-10",
+            ["guard", "images kept out, %", "time, % of a step"],
             cost,
-            f"{n_accuracy:,} images, all guards on; one that hides nothing changes nothing.",
+            f"{n_accuracy:,} images, all guards on; a guard that keeps nothing out does not change the run.",
         ),
     ]
     if clip:
         tables.append(
             Table(
-                f"Liars in the buffer in %, by their share of the stream, {clip} again and again with a sensor's noise",
-                ["liars", *columns],
+                f"Unusable frames in the buffer, %, by their share of the stream, {clip} repeated with sensor noise",
+                ["kind", *columns],
                 [[kind, *cells(kind, f"{clip}, ")] for kind in kinds],
-                f"{n_clip:,} images, one seed; guards off for the mixture alone.",
+                f"{n_clip:,} images, one seed; guards off was measured for the mixture only.",
             )
         )
 
     def draw(axes: "Axes") -> None:
         for number, kind in enumerate(kinds):
-            shares = [100 * mean(measured[f"{kind}, {share:.0%}, on"]["liars"]) for share in SHARES]
+            shares = [100 * mean(measured[f"{kind}, {share:.0%}, on"]["unusable"]) for share in SHARES]
             axes.plot([100 * s for s in SHARES], shares, marker=".", color=f"C{number}", label=kind)
-            off = 100 * mean(measured[f"{kind}, {AT:.0%}, off"]["liars"])
-            axes.plot(100 * AT, off, "x", color=f"C{number}")
+            off = 100 * mean(measured[f"{kind}, {SHARE_OFF:.0%}, off"]["unusable"])
+            axes.plot(100 * SHARE_OFF, off, "x", color=f"C{number}")
         axes.plot([100 * s for s in SHARES], [200 * s for s in SHARES], ":", color="black", label="twice the share")
         axes.set_xscale("log")
-        axes.set_xlabel("liars in the stream, %")
+        axes.set_xlabel("unusable frames in the stream, %")
         axes.legend(fontsize=6)
 
-    return Findings(tables, measured, "Liars in the buffer, %: guards on, and off (crosses)", draw)
+    return Findings(tables, measured, "Unusable frames in the buffer, %, guards on; crosses: off", draw)
 
 
 def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **config: Any) -> Result:
-    """Learn from a stream of which a share lies."""
-    torch.set_num_threads(1)  # a second one waits more than it works on layers this small
+    """Learn from a stream of which a share of the frames is unusable."""
+    torch.set_num_threads(1)  # a second thread gains nothing on layers this small
     one, stream, learner = prepare(RunOptions(**config))
     assert one.segment is not None
     assert one.images is not None
@@ -136,11 +145,11 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
     source = stream.source
     if clip:
         source = Clip(load_tensors(directory.parent / f"{clip}.safetensors")["images"])
-    lying = Lying(source, kind, share, one.images, one.seed)
-    liars, steps = [], []
-    for images in DatasetStream(lying).segments(one.segment, until=one.images):
+    spoiled = SpoiledSource(source, kind, share, one.images, one.seed)
+    shares, steps = [], []
+    for images in DatasetStream(spoiled).segments(one.segment, until=one.images):
         steps.append(learner.learn_many(images))
-        liars.append(float(lying.lies[learner.buffer.arrivals.cpu()].float().mean()))
+        shares.append(float(spoiled.unusable[learner.buffer.arrivals.cpu()].float().mean()))
     accuracy = float("nan")
     if probe:
         assert source.train is not None
@@ -149,8 +158,8 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
         accuracy = 100 * probe_accuracy(known, tested, len(source.classes))
     seconds, spent = getattr(learner.policy, "seconds", {}), sum(s.seconds_scoring + s.seconds_training for s in steps)
     return {
-        "liars": mean(liars[len(liars) // 2 :]),
-        "curve": liars,
+        "unusable": mean(shares[len(shares) // 2 :]),
+        "curve": shares,
         "accuracy": accuracy,
         "kept_out": dict(getattr(learner.policy, "kept_out", {})),
         "time": {guard: t / (spent - sum(seconds.values())) for guard, t in seconds.items()},
@@ -158,20 +167,20 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The liars
+# Unusable frames
 
 
-class Lying:
-    """A source of which a share of the images is not what the camera saw.
+class SpoiledSource:
+    """A source in which a share of the frames is replaced by unusable ones.
 
-    kind: of the lie, or `mixture`; empty: none.
-    n_images: of the stream that is asked for.
+    kind: one of KINDS, or `mixture`; empty: none.
+    n_images: how long the stream is.
     """
 
     def __init__(self, source: Source, kind: str, share: float, n_images: int, seed: int):
         self.source, self.seed, self.n_images = source, seed, n_images
         generator = torch.Generator().manual_seed(seed)
-        self.lies = torch.rand(n_images, generator=generator) < share
+        self.unusable = torch.rand(n_images, generator=generator) < share
         names = list(KINDS) if kind == "mixture" else [kind]
         self._kinds = [names[i] for i in torch.randint(len(names), (n_images,), generator=generator).tolist()]
 
@@ -179,10 +188,10 @@ class Lying:
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         images = torch.from_numpy(self.source.images(numbers))
-        for row in self.lies[numbers].nonzero()[:, 0].tolist():
+        for row in self.unusable[numbers].nonzero()[:, 0].tolist():
             number = int(numbers[row])
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + number)
-            # A frozen picture is that of the last thousandth image, until the next.
+            # A frozen frame repeats the image whose number is the multiple of 1000 before it.
             seen = torch.from_numpy(self.source.images(np.array([number // 1000 * 1000])))[0]
             images[row] = KINDS[self._kinds[number]](
                 images[row] if self._kinds[number] != "frozen" else seen, generator
@@ -202,18 +211,18 @@ def uniform(image: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def gaussian(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise around one colour."""
+    """Gaussian noise around one colour."""
     return 255 * torch.rand(3, 1, 1, generator=generator) + 50 * torch.randn(image.shape, generator=generator)
 
 
 def salt(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Salt and pepper on three pixels of ten."""
+    """Salt and pepper noise on 30 % of the pixels."""
     u = torch.rand(image.shape[1:], generator=generator)
     return image.float().masked_fill(u < 0.15, 0).masked_fill(u > 0.85, 255)
 
 
 def smear(image: Tensor, generator: torch.Generator) -> Tensor:
-    """One column all across, or a row of the upper half repeated downwards."""
+    """One column repeated across the image, or a row of the upper half repeated to the bottom."""
     if _between(0, 1, generator) < 0.5:
         return image[:, :, int(_between(0, image.shape[2], generator))][:, :, None].expand_as(image)
     row = int(_between(0, image.shape[1] / 2, generator))
@@ -221,7 +230,7 @@ def smear(image: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def dark(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Black, or nearly so with the sensor's noise."""
+    """Black, or nearly black with sensor noise."""
     level = max(0.0, _between(-6, 12, generator))
     return level + min(level, _between(0, 6, generator)) * torch.randn(image.shape, generator=generator)
 
@@ -246,20 +255,20 @@ def text(image: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def blotches(image: Tensor, generator: torch.Generator) -> Tensor:
-    """Coloured clouds: noise that is smooth, which no guard knows by its pixels."""
+    """Smooth coloured noise, which no guard can tell by its pixels."""
     coarse = torch.rand(1, 3, max(1, image.shape[1] // 4), max(1, image.shape[2] // 4), generator=generator)
     return 255 * F.interpolate(coarse, image.shape[1:], mode="bilinear")[0]
 
 
-def _as_pixels(lie: Callable[[Tensor, torch.Generator], Tensor]) -> Callable[[Tensor, torch.Generator], Tensor]:
-    return lambda image, generator: lie(image, generator).clamp(0, 255).byte()
+def _as_pixels(spoil: Callable[[Tensor, torch.Generator], Tensor]) -> Callable[[Tensor, torch.Generator], Tensor]:
+    return lambda image, generator: spoil(image, generator).clamp(0, 255).byte()
 
 
-KINDS = {lie.__name__: _as_pixels(lie) for lie in (text, blotches, smear, frozen, salt, gaussian, uniform, dark)}
+KINDS = {spoil.__name__: _as_pixels(spoil) for spoil in (text, blotches, smear, frozen, salt, gaussian, uniform, dark)}
 
 
 class Clip:
-    """The frames of a film, again and again, each time with the noise of a sensor: no camera sends a frame twice."""
+    """The frames of a video, repeated with new sensor noise each time, because no camera sends a frame twice."""
 
     n_images, epoch = None, None
     classes: tuple[str, ...] = ()
@@ -276,11 +285,11 @@ class Clip:
         return frames.round_().clamp_(0, 255).byte().numpy()
 
     def labels(self, numbers: np.ndarray) -> np.ndarray:
-        raise UserError("a film has no labels")
+        raise UserError("a video has no labels: use a dataset where labels are needed")
 
 
 def decoded(lab: Lab) -> str:
-    """The clip's frames beside the runs, 32 px, for those who have it; its name, or nothing."""
+    """Decode the clip to 32 px beside the runs, if --data has it. Returns its name, or an empty string."""
     file = lab.out / "runs" / f"{CLIP}.safetensors"
     if not file.exists():
         if lab.data_dir is None or not (lab.data_dir / CLIP).exists():

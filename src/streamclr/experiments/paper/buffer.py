@@ -1,10 +1,11 @@
-"""Buffer sizes 8 to 256, the learning rate scaled as in the paper (Sec. IV-E)."""
+"""Buffer sizes 8 to 256, with the learning rate scaled as in the paper (Sec. IV-E)."""
 
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import NAMES, Findings, accuracy, against, spread
+from streamclr.experiments.findings import NAMES, Findings, accuracy, against
 from streamclr.sweeps.lab import SCALES, Lab
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def buffer(lab: Lab) -> Findings:
 
     def draw(axes: "Axes") -> None:
         for i, policy in enumerate(POLICIES):
-            for n in sorted(set(n_images.values())):  # sizes that saw as many images make one line
+            for n in sorted(set(n_images.values())):  # a line connects the sizes with equally many images
                 own = [size for size in PAPER if n_images[size] == n]
                 means = [mean(measured[f"{size} {policy}"]["accuracy"]) for size in own]
                 axes.plot(own, means, f"C{i}o-", label=NAMES[policy] if n == max(n_images.values()) else None)

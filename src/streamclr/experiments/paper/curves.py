@@ -1,10 +1,11 @@
-"""Learning curves, and how many images each policy needs to come to Random's best accuracy (Sec. IV-C)."""
+"""Learning curves, and how many images each policy needs to reach Random's best accuracy (Sec. IV-C)."""
 
 from typing import TYPE_CHECKING, Any
 
 from streamclr.base.errors import UserError
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import NAMES, Findings, accuracy, against, images_to_reach, mean_curve, spread
+from streamclr.experiments.findings import NAMES, Findings, accuracy, against, images_to_reach, mean_curve
 from streamclr.sweeps.lab import Lab
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ def curves(lab: Lab) -> Findings:
             "CIFAR-10": {},
             "CIFAR-100": {"source": "cifar100"},
             "SVHN": {"source": "svhn"},
-            # 64 px and this stem give stage one maps of 16 x 16, as 32 px and the half stem do
+            # 64 px and this stem give the first stage maps of 16 x 16, as 32 px and the half stem do
             "ImageNet-20": {"source": "tiny-imagenet-20", "stem": "imagenet", **imagenet},
         },
     )
     settings = {dataset: own for dataset, own in settings.items() if lab.at_hand(dataset, **own)}
     if not settings:
-        raise UserError("none of the datasets is at hand: run 'streamclr data get cifar10' first, or give --data DIR")
+        raise UserError("no dataset was found: run 'streamclr data get cifar10' first, or give --data DIR")
     jobs = {f"{d} {p}": lab.runs(policy=p, **own) for d, own in settings.items() for p in POLICIES}
     results = lab.do(jobs)
 
@@ -75,13 +76,13 @@ def curves(lab: Lab) -> Findings:
         "images to Random's best",
     ]
     note = (
-        "Images to Random's best: until the mean kNN curve comes to the best of Random's. The paper, CIFAR-10: 76.1 % "
-        "after 3.74 M images with contrast scoring and after 9.98 M with Random, 2.67 times as many."
+        "Images to Random's best: when the mean kNN curve reaches the highest point of Random's. In the paper contrast "
+        "scoring reaches 76.1 % on CIFAR-10 after 3.74 M images, Random after 9.98 M, 2.67 times as many."
     )
     if lab.scale == "cpu" and "ImageNet-20" in settings:
-        note += " ImageNet-20 is here Tiny ImageNet-20: other classes, 64 px, 500 images a class."
+        note += " ImageNet-20 is Tiny ImageNet-20 here: other classes, 64 px, 500 images of each class."
     if lab.left_out:
-        note += f" Not at hand, and left out: {', '.join(lab.left_out)}."
+        note += f" Left out, because the files were not found: {', '.join(lab.left_out)}."
 
     def draw(axes: "Axes") -> None:
         for i, dataset in enumerate(settings):

@@ -1,15 +1,15 @@
-"""Does a high contrast score mean a large gradient? Score against the gradient's norm, image by image (Sec. III-C)."""
+"""Whether a high contrast score means a large gradient: score against gradient norm of each image (Sec. III-C)."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.encoders.inference import infer, infer_views
-from streamclr.experiments.findings import Findings, spread
+from streamclr.experiments.findings import Findings
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
 from streamclr.score import contrast_score, rank_correlation
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from streamclr.encoders.projection import ContrastiveModel
 
 MARKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the images
-N_BATCHES, N_DRAWS = 8, 4  # mini-batches looked at, and strong views of each
+N_BATCHES, N_DRAWS = 8, 4  # mini-batches measured, and strong views of each
 
 
 def gradient(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=100_000)
-    runs = [replace(job, function=f"{__name__}:measure") for job in lab.runs(images=images, probes=0)]
+    runs = [job.doing("gradient", measure) for job in lab.runs(images=images, probes=0)]
     results = lab.do({"contrast": runs})["contrast"]
     measured: dict[str, Any] = {}
     rows: dict[str, list[list[str]]] = {pair: [] for pair in PAIRS}
@@ -42,8 +42,8 @@ def gradient(lab: Lab) -> Findings:
             )
     head = ["images seen", *(name for name, _ in COLUMNS.values())]
     note = (
-        "The gradient is that of Eq. 4 with respect to z. Case 1 of the paper says that the lowest tenth of the scores "
-        "has p+ near 1 and a gradient near 0, case 2 that the highest tenth has p+ near 0 and a large one."
+        "The gradient with respect to z, Eq. 4. By case 1 of the paper the lowest tenth of the scores has p+ near 1 "
+        "and a gradient near 0; by case 2 the highest tenth has p+ near 0 and a large gradient."
     )
     tables = [
         Table(f"Contrast score and gradient of {name}, CIFAR-10", head, rows[pair], note if pair == "strong" else "")
@@ -76,26 +76,28 @@ COLUMNS = {  # name, digits
 
 
 def measure(directory: Path, **config: Any) -> Result:
-    """Learn as in a run, and look at scores and gradients of unseen mini-batches at each mark."""
+    """Learn as in a run; at each mark measure scores and gradients of mini-batches of test images."""
     one, stream, learner = prepare(RunOptions(**config))
     assert one.segment is not None
     assert one.images is not None
     assert stream.test is not None
     n = min(N_BATCHES * one.segment, len(stream.test))
-    looked_at = torch.from_numpy(stream.test.images(torch.linspace(0, len(stream.test) - 1, n).long().numpy()))
+    tested = torch.from_numpy(stream.test.images(torch.linspace(0, len(stream.test) - 1, n).long().numpy()))
     marks = []
     for share in MARKS:
         until = round(share * one.images)
         for images in stream.segments(one.segment, until=until):
             learner.learn_many(images)
         generator = torch.Generator().manual_seed(one.seed)
-        found = look(learner.model, looked_at, one.segment, one.temperature, generator)
+        found = measure_scores(learner.model, tested, one.segment, one.temperature, generator)
         marks.append({"seen": until, **found})
         print(f"after {until} images: {found['strong_correlation']:.3f}", flush=True)
     return {"marks": marks}
 
 
-def look(model: "ContrastiveModel", images: Tensor, n: int, temperature: float, generator: torch.Generator) -> Result:
+def measure_scores(
+    model: "ContrastiveModel", images: Tensor, n: int, temperature: float, generator: torch.Generator
+) -> Result:
     """Scores, gradients and matching probabilities of images, in mini-batches of `n`."""
     score = contrast_score(model, images)
     views, parts = StrongViews(), []

@@ -1,15 +1,17 @@
-"""CIFAR-10 with 1 % and 10 % of the labels, after learning without labels: in the paper 100 epochs (Sec. IV-B)."""
+"""CIFAR-10 with 1 % and 10 % of the labels, after learning without labels, in the paper for 100 epochs (Sec. IV-B)."""
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, signed, spread
+from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, signed
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder, open_run_stream
 from streamclr.runs.evaluation import evaluate_supervised
-from streamclr.sweeps.job import Job, Result
+from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
 
 if TYPE_CHECKING:
@@ -23,14 +25,14 @@ PAPER = {
     "selective-bp": (60.47 - 13.90, 71.75 - 10.09),
     "k-center": (60.47 - 13.21, 71.75 - 9.24),
 }
-PAPER_SUPERVISED = (32.11, 40.53)  # which reading it is, the paper does not say
+PAPER_SUPERVISED = (32.11, 40.53)  # the paper does not say which of the two readings below it is
 
 
 def labels(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=500_000)
     jobs = {policy: lab.runs(policy=policy, images=images) for policy in PAPER}
     jobs["supervised"] = [
-        Job(f"supervised-{seed}", f"{__name__}:supervised", job.arguments | {"policy": "fifo", "images": None})
+        replace(job.doing("supervised", supervised, images=None), title=f"supervised-{seed}")
         for seed, job in enumerate(jobs["fifo"])
     ]
     results = lab.do(jobs)
@@ -46,7 +48,7 @@ def labels(lab: Lab) -> Findings:
             cells += against(values[fraction], PAPER.get(row, PAPER_SUPERVISED)[i])
         rows.append([*cells, spread(values.get(ALL, []))])
     head = ["", *(f"{100 * float(f):g} %{what}" for f in FRACTIONS for what in (" labels", ", paper", ", difference"))]
-    title = f"Accuracy on CIFAR-10 with few labels after {lab.images or images:,} images without, %"
+    title = f"Accuracy on CIFAR-10 with few labels after learning from {lab.images or images:,} images, %"
     accuracies = Table(title, [*head, "all labels"], rows)
 
     rows = []
@@ -58,7 +60,7 @@ def labels(lab: Lab) -> Findings:
         margins = [a - b for a, b in zip(ours["contrast"][ALL], ours[policy][ALL], strict=True)]
         rows.append([*cells, spread(margins)])
     margins_table = Table(
-        "Margin of contrast scoring, seed by seed on the same stream, points",
+        "Margin of contrast scoring in points, seeds paired on the same stream",
         ["", "1 % labels", "1 %, paper", "10 % labels", "10 %, paper", "all labels"],
         rows,
     )
@@ -75,7 +77,7 @@ def labels(lab: Lab) -> Findings:
 
 
 def supervised(directory: Path, **config: Any) -> Result:
-    """Both readings of the supervised baseline, with the run's encoder and draws of labels."""
+    """Both readings of the supervised baseline, with the encoder and the labels of the run."""
     one = RunOptions(**config)
     stream = open_run_stream(one)
     assert stream.train is not None

@@ -1,10 +1,11 @@
 """Lazy scoring: accuracy, re-scored share and batch time against the interval T (Sec. IV-D)."""
 
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING
 
+from streamclr.base.statistics import mean_interval, spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import Findings, accuracy, against, spread
+from streamclr.experiments.findings import Findings, accuracy, against
 from streamclr.sweeps.lab import Lab
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ PAPER = {  # T: accuracy, re-scored %, relative batch time
 
 
 def lazy(lab: Lab) -> Findings:
-    # The paper does not say how long it trained: 76.06 % is what 100 epochs, as in `labels`, would give.
+    # The paper does not say how long it trained; 76.06 % fits 100 epochs, as in `labels`.
     images = lab.pick(paper=5_000_000, cpu=500_000)
     results = lab.do({str(t): lab.runs(images=images, rescore_every=None if t == 1 else t) for t in PAPER})
     measured = {
@@ -55,12 +56,12 @@ def lazy(lab: Lab) -> Findings:
         axes.errorbar(
             range(len(PAPER)),
             [mean(measured[str(t)]["accuracy"]) for t in PAPER],
-            [stdev(v) if len(v := measured[str(t)]["accuracy"]) > 1 else 0 for t in PAPER],
+            [mean_interval(measured[str(t)]["accuracy"])[1] for t in PAPER],
             marker="o",
         )
         axes.set_xticks(range(len(PAPER)), [row[0] for row in rows])
         axes.set_xlabel("T")
 
     title = f"Lazy scoring on CIFAR-10, {lab.images or images:,} images"
-    table = Table(title, head, rows, "The paper preserves about 90 % of the buffer in a step.")
+    table = Table(title, head, rows, "The paper keeps about 90 % of the buffer in a step.")
     return Findings([table], measured, "Accuracy with all labels, %", draw)

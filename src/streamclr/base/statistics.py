@@ -1,0 +1,50 @@
+"""Means and shares with their 95 % intervals."""
+
+import math
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+Z = 1.959964  # the 97.5 % quantile of the normal distribution
+# The 97.5 % quantiles of Student's t distribution with 1, 2, ... 14 degrees of freedom.
+T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and the half-width of its 95 % interval by Student's t; of one value the half-width is 0."""
+    if len(values) == 1:
+        return values[0], 0.0
+    return mean(values), t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t."""
+    if freedom <= len(T):
+        return T[freedom - 1]
+    # Abramowitz and Stegun, 26.7.5, to the third order: right to four decimals from here on.
+    terms = (
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+    )
+    return Z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+
+
+def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share of which `right` out of `n` were seen (Wilson 1927)."""
+    share, spread = right / n, z * z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def spread(values: Sequence[float], digits: int = 1, unit: str = "") -> str:
+    """A table's cell: the mean ± the half-width of its 95 % interval, the value alone if there is one, – if none."""
+    if not values:
+        return "–"
+    middle, half = mean_interval(values)
+    return f"{middle:.{digits}f}{unit}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
+
+
+def seeds_note(n_seeds: int) -> str:
+    """What a table's cells are, for its note."""
+    return f"{n_seeds} seeds, mean ± 95 % interval" if n_seeds > 1 else "one seed"
