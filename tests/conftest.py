@@ -13,8 +13,7 @@ from streamclr.classifier import Head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.records.directory import RunDirectory
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
+from streamclr.records.plan import RunPlan, make_encoder
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -57,9 +56,14 @@ def random_images(n, size=16, seed=0):
     return torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
 
 
+def run_plan(**options):
+    filled = {"size": 32, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
+    return RunPlan(**filled | options)
+
+
 def made_run(path, size=32, **options):
     """A run directory with a model that has seen a few images."""
-    config = RunOptions(size=size, **{"width": 4, "stem": "small"} | options)
+    config = run_plan(size=size, **{"width": 4} | options)
     directory = RunDirectory(path)
     path.mkdir()
     write_json(path / "config.json", dataclasses.asdict(config))

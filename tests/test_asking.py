@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conftest import run_plan
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import write_json
 from streamclr.encoders.inference import seeded
@@ -43,7 +44,7 @@ def make_run(path, images=None, budget="30", finished=True, step=None, **options
     images = colours(90) if images is None else images
     settings = {"source": "synthetic:", "images": len(images), "size": SIZE, "width": 1, "stem": "small"} | options
     path.mkdir(exist_ok=True)
-    write_json(path / "config.json", dataclasses.asdict(RunOptions(label_budget=budget, **settings)))
+    write_json(path / "config.json", dataclasses.asdict(run_plan(label_budget=budget, **settings)))
     candidates = Candidates(path / "candidates.bin", len(images), (3, SIZE, SIZE))
     candidates.offer(images, 0)
     candidates.close()

@@ -19,7 +19,7 @@ from streamclr.base.tensors import load_tensors
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolved
+from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 
@@ -199,15 +199,15 @@ def test_a_label_budget_is_a_number_where_the_stream_has_an_end(config, budget, 
     """A share is of one pass over the images: the second shows nothing new."""
     source = SimpleNamespace(epoch=epoch, n_images=None)
     stream = SimpleNamespace(source=source, live=False, size=16)
-    filled = resolved(dataclasses.replace(config, label_budget=budget, images=images), stream)
+    filled = resolve(dataclasses.replace(config, label_budget=budget, images=images), stream)
     assert filled.label_budget == asked
-    assert resolved(filled, stream) == filled  # as it is when the run goes on
+    assert resolve(filled, stream) == filled  # as it is when the run goes on
 
 
 def test_a_label_budget_of_a_stream_without_an_end_stays_a_share(config):
     stream = SimpleNamespace(source=SimpleNamespace(epoch=None, n_images=None), live=True, size=16)
-    assert resolved(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
-    assert resolved(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
+    assert resolve(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
+    assert resolve(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
 
 
 def test_no_room_for_the_label_queue_leaves_nothing_behind(config, tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_run_with_bad_files_is_the_same_after_a_stop(config, tmp_path, monkeyp
 def test_epochs_are_passes_over_the_dataset(config):
     for epochs, images in ((None, 40), (2, 80), (0.5, 20)):
         asked = dataclasses.replace(config, images=None, epochs=epochs)
-        assert resolved(asked, open_run_stream(asked)).images == images
+        assert resolve(asked, open_run_stream(asked)).images == images
 
 
 def test_a_foreign_or_damaged_run_directory_is_named(tmp_path):
@@ -384,7 +384,7 @@ def test_resume_finds_the_unfinished_run(config, tmp_path, monkeypatch, capsys):
 
 
 def test_two_processes_in_one_run_are_refused(config, tmp_path):
-    directory = RunDirectory.of(resolved(config, open_run_stream(config)))
+    directory = RunDirectory.of(resolve(config, open_run_stream(config)))
     with pytest.raises(UserError, match="another process is learning"):
         run(config)
     directory._lock.close()

@@ -84,7 +84,6 @@ def export(
     learner, encoder = directory.newest_learner()
     model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
     head, classes = directory.load_classifier(fraction, encoder)
-    assert directory.config.size is not None
     shipped = Shipped(model.cpu(), head, directory.config.size)
     buffer, n_seen, n_steps = _buffer(directory, learner)
     about = describe(directory, fraction, classes, encoder, n_seen, n_steps, int8)

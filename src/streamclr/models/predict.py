@@ -120,7 +120,6 @@ def open_model(path: Path, fraction: float | None = None, served: bool = False) 
         model, encoder = directory.newest_model()
         head, classes = directory.load_classifier(fraction, encoder)
     size = directory.config.size
-    assert size is not None
 
     def classify(images: np.ndarray) -> np.ndarray:
         square = scaled(torch.from_numpy(images), size).byte()  # as an exported file does

@@ -25,7 +25,7 @@ from streamclr.models.versions import Score, Version, Versions
 from streamclr.streams.datasets.images import Images, readable
 
 if TYPE_CHECKING:
-    from streamclr.records.options import RunOptions
+    from streamclr.records.plan import RunPlan
     from streamclr.streams.stream import AnyStream
 
 LEAST_LABELS, LEAST_OF_A_CLASS = 10, 3  # with fewer none is held back
@@ -109,7 +109,7 @@ class Known:
         pass
 
 
-def labels_at_hand(config: "RunOptions", path: Path, stream: "AnyStream") -> Answers | Known | None:
+def labels_at_hand(config: "RunPlan", path: Path, stream: "AnyStream") -> Answers | Known | None:
     """A person's, if one is to be asked; else those of the source, of the run's largest label fraction."""
     if config.label_budget is not None:
         return Answers(path / "labels.sqlite")

@@ -16,8 +16,7 @@ from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linea
 from streamclr.encoders.inference import infer, seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.records.directory import RunDirectory
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
+from streamclr.records.plan import RunPlan, make_encoder
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.stream import AnyStream
@@ -168,16 +167,16 @@ def evaluate_supervised(
 
 
 def evaluate_run(
-    config: RunOptions, model: ContrastiveModel, stream: AnyStream, directory: "RunDirectory"
+    plan: RunPlan, model: ContrastiveModel, stream: AnyStream, directory: "RunDirectory"
 ) -> dict[str, Any]:
     """Stage two on the run's own labels; nothing for a stream that has none."""
     train, test = stream.source.train, stream.source.test
     if train is None or test is None:
         return {"labels": {}}
-    results, heads = evaluate(model, train, test, config.label_fractions, config.seed)
+    results, heads = evaluate(model, train, test, plan.label_fractions, plan.seed)
     directory.save_classifiers(heads, train.classes)
-    if config.supervised:
+    if plan.supervised:
         results["supervised"] = evaluate_supervised(
-            lambda: make_encoder(config), train, test, config.label_fractions, config.seed, model.mean.device
+            lambda: make_encoder(plan), train, test, plan.label_fractions, plan.seed, model.mean.device
         )
     return results

@@ -18,7 +18,7 @@ from streamclr.base.files import held, read_json
 from streamclr.base.progress import Progress
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolved
+from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 from streamclr.streams.datasets import registry as data
@@ -94,10 +94,11 @@ class Lab:
         if name == "contrast":
             policy = "contrast?" + "&".join(f"{k}={v}" for k, v in (options | {"precision": "fp32"}).items())
             wanted = dataclasses.replace(wanted, policy=policy)
-        wanted = _resolved(wanted, self.data_dir)
+        plan = _resolve(wanted, self.data_dir)
         jobs = []
         for seed in range(self.n_seeds):
-            arguments = asdict(dataclasses.replace(wanted, seed=seed, device=self.device))
+            arguments = asdict(dataclasses.replace(plan, seed=seed, device=self.device))
+            arguments["guards"] = wanted.guards  # as asked: the keys of results that exist depend on it
             arguments.pop("out")
             jobs.append(Job(f"{name}-{seed}", f"{__name__}:run_job", arguments))
         return jobs
@@ -144,18 +145,13 @@ class Lab:
 
     def _expected(self, jobs: list[Job]) -> str:
         """How long the jobs should take, from a step of each kind of run on this device."""
-        names = [field.name for field in dataclasses.fields(RunOptions)]
-        learned = [
-            RunOptions(**{name: job.arguments[name] for name in names if name in job.arguments})
-            for job in jobs
-            if job.arguments["images"]
-        ]
+        learned = [job.arguments for job in jobs if job.arguments["images"]]
         if not learned:
             return "nothing to learn"
         if self.device == "cuda" and not torch.cuda.is_available():
             return "how long they take cannot be said here, without a GPU"
         with Progress("timing a step of each kind", None):
-            seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
+            seconds = sum(-(-plan["images"] // plan["segment"]) * _step_seconds(_kind(plan)) for plan in learned)
         torch.cuda.empty_cache()  # or this process keeps the memory that the first GPU's job needs
         n_workers = min(self.workers, len(learned))
         hours = seconds / n_workers / 3600
@@ -185,17 +181,14 @@ def _alone(out: Path) -> Iterator[None]:
 _kind_fields = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
 
 
-def _kind(config: RunOptions) -> RunOptions:
+def _kind(plan: dict[str, Any]) -> RunPlan:
     """What the time of a step depends on."""
-    return RunOptions(**{name: getattr(config, name) for name in (*_kind_fields, "device")})
+    return RunPlan(**{name: plan[name] for name in (*_kind_fields, "device")}, guards="off")
 
 
 @cache
-def _step_seconds(kind: RunOptions) -> float:
+def _step_seconds(kind: RunPlan) -> float:
     """The time of one step; on a CPU of one with fewer images, as many times as it is smaller."""
-    assert kind.segment is not None
-    assert kind.batch is not None
-    assert kind.size is not None
     part = 1.0 if kind.device == "cuda" else min(1.0, 32 / kind.segment)
     few = {name: max(2, round(part * getattr(kind, name))) for name in ("buffer", "segment", "batch")}
     learner = make_learner(dataclasses.replace(kind, **few))
@@ -210,16 +203,16 @@ def _step_seconds(kind: RunOptions) -> float:
 
 
 @cache
-def _resolved(config: RunOptions, data_dir: Path | None) -> RunOptions:
-    return resolved(config, _open(config, data_dir))
+def _resolve(options: RunOptions, data_dir: Path | None) -> RunPlan:
+    return resolve(options, _open(options, data_dir))
 
 
-def _open(config: RunOptions, data_dir: Path | None) -> AnyStream:
+def _open(options: RunOptions, data_dir: Path | None) -> AnyStream:
     """The stream of a run; a dataset that is not in the cache is brought there first."""
-    name = opts.split(config.source)[0]
+    name = opts.split(options.source)[0]
     if name in data.DATASETS and not data.is_cached(name):
         print(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None), file=sys.stderr)
-    return open_run_stream(config)
+    return open_run_stream(options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A fleet: ten devices that share an encoder and no image, against each alone and one learner that sees it all."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from streamclr.fleet.rounds import read_rounds
 from streamclr.fleet.simulate import prepared, run_rounds
 from streamclr.fleet.split import shard, whole_of
 from streamclr.learner import Learner
-from streamclr.records.options import RunOptions
+from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.evaluation import extract
 from streamclr.streams.datasets.images import DatasetSource
@@ -102,8 +102,10 @@ def _facts(results: dict[str, list[Result]]) -> dict[str, Any]:
 def federated(directory: Path, split: str, dropout: float, round_images: int, **config: Any) -> Result:
     # One that was interrupted begins anew: its devices may be a round ahead of its server.
     shutil.rmtree(directory / "fleet", ignore_errors=True)
+    taken = {field.name for field in fields(SimulateOptions)}
     asked = SimulateOptions(
-        **config | {"images": None, "out": str(directory / "fleet")},
+        **{name: value for name, value in config.items() if name in taken},
+        out=str(directory / "fleet"),
         devices=N_DEVICES,
         rounds=N_ROUNDS,
         round_images=round_images,
@@ -126,12 +128,12 @@ def federated(directory: Path, split: str, dropout: float, round_images: int, **
 def single(directory: Path, split: str, device_images: int, **config: Any) -> Result:
     """Each device alone, with the stream that it has in the fleet, from weights of its own."""
     torch.set_num_threads(1)
-    one, accuracies = RunOptions(**config), []
+    plan, accuracies = RunPlan.of(config, "the job"), []
     with Progress("devices alone", N_DEVICES) as bar:
         for device in range(N_DEVICES):
-            source = shard(one.source, split, device, N_DEVICES, one.stc, one.seed)
-            learner = make_learner(replace(one, seed=one.seed + device))
-            _learn(learner, source, one, device_images)
+            source = shard(plan.source, split, device, N_DEVICES, plan.stc, plan.seed)
+            learner = make_learner(replace(plan, seed=plan.seed + device))
+            _learn(learner, source, plan.segment, device_images)
             accuracies.append(probe(learner.model, source))
             bar.advance(1)
     return {"accuracy": mean(accuracies), "devices": accuracies}
@@ -139,17 +141,15 @@ def single(directory: Path, split: str, device_images: int, **config: Any) -> Re
 
 def pooled(directory: Path, **config: Any) -> Result:
     torch.set_num_threads(1)
-    one = RunOptions(**config)
-    assert one.images is not None
-    source = whole_of(f"{one.source}?stc={one.stc}&seed={one.seed}")
-    learner = make_learner(one)
-    _learn(learner, source, one, one.images)
+    plan = RunPlan.of(config, "the job")
+    source = whole_of(f"{plan.source}?stc={plan.stc}&seed={plan.seed}")
+    learner = make_learner(plan)
+    _learn(learner, source, plan.segment, config["images"])
     return {"accuracy": probe(learner.model, source)}
 
 
-def _learn(learner: Learner, source: DatasetSource, config: RunOptions, n_images: int) -> None:
-    assert config.segment is not None
-    for images in Stream(source).segments(config.segment, until=n_images):
+def _learn(learner: Learner, source: DatasetSource, segment: int, n_images: int) -> None:
+    for images in Stream(source).segments(segment, until=n_images):
         learner.learn_many(images)
 
 

@@ -130,16 +130,14 @@ def lies(lab: Lab) -> Findings:
 def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **config: Any) -> Result:
     """Learn from a stream of which a share lies."""
     torch.set_num_threads(1)  # a second one waits more than it works on layers this small
-    one, stream, learner = prepare(RunOptions(**config))
-    assert one.segment is not None
-    assert one.images is not None
+    plan, stream, learner = prepare(RunOptions(**config))
     assert isinstance(stream, Stream)
     source = stream.source
     if clip:
         source = Clip(load_tensors(directory.parent / f"{clip}.safetensors")["images"])
-    lying = Lying(source, kind, share, one.images, one.seed)
+    lying = Lying(source, kind, share, config["images"], plan.seed)
     liars, steps = [], []
-    for images in Stream(lying).segments(one.segment, until=one.images):
+    for images in Stream(lying).segments(plan.segment, until=plan.images):
         steps.append(learner.learn_many(images))
         liars.append(float(lying.lies[learner.buffer.arrivals.cpu()].float().mean()))
     accuracy = float("nan")

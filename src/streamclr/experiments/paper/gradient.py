@@ -77,20 +77,18 @@ COLUMNS = {  # name, digits
 
 def measure(directory: Path, **config: Any) -> Result:
     """Learn as in a run, and look at scores and gradients of unseen mini-batches at each mark."""
-    one, stream, learner = prepare(RunOptions(**config))
-    assert one.segment is not None
-    assert one.images is not None
+    plan, stream, learner = prepare(RunOptions(**config))
     source = stream.source
     assert source.test is not None
-    n = min(N_BATCHES * one.segment, len(source.test))
+    n = min(N_BATCHES * plan.segment, len(source.test))
     looked_at = torch.from_numpy(source.test.images(torch.linspace(0, len(source.test) - 1, n).long().numpy()))
     marks = []
     for share in MARKS:
-        until = round(share * one.images)
-        for images in stream.segments(one.segment, until=until):
+        until = round(share * config["images"])
+        for images in stream.segments(plan.segment, until=until):
             learner.learn_many(images)
-        generator = torch.Generator().manual_seed(one.seed)
-        found = look(learner.model, looked_at, one.segment, one.temperature, generator)
+        generator = torch.Generator().manual_seed(plan.seed)
+        found = look(learner.model, looked_at, plan.segment, plan.temperature, generator)
         marks.append({"seen": until, **found})
         print(f"after {until} images: {found['strong_correlation']:.3f}", flush=True)
     return {"marks": marks}
