@@ -15,11 +15,12 @@ from PIL import Image
 from camera import write_clip
 from streamclr import Learner, UserError
 from streamclr.base.errors import Stopped
+from streamclr.base.files import write_json
 from streamclr.base.tensors import load_tensors
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolve
+from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 
@@ -137,9 +138,10 @@ def test_fine_tuning_starts_from_the_given_weights(config, tmp_path):
     path, _ = run(config)
     tuned = dataclasses.replace(config, init=str(path / "model.safetensors"), stem="small")
     saved = load_tensors(path / "model.safetensors")["encoder.conv1.weight"]
-    assert torch.equal(make_learner(tuned).encoder.conv1.weight, saved)
+    plan = resolve(tuned, open_run_stream(tuned))
+    assert torch.equal(make_learner(plan).encoder.conv1.weight, saved)
     with pytest.raises(UserError, match="does not fit"):
-        make_learner(dataclasses.replace(tuned, width=4))
+        make_learner(dataclasses.replace(plan, width=4))
 
 
 @pytest.mark.parametrize(
@@ -302,6 +304,34 @@ def test_epochs_are_passes_over_the_dataset(config):
         assert resolve(asked, open_run_stream(asked)).images == images
 
 
+def test_a_plan_has_no_defaults_left_to_fill_in(config):
+    plan = resolve(dataclasses.replace(config, images=None, epochs=2), open_run_stream(config))
+    assert (plan.images, plan.epochs) == (80, None)
+    assert (plan.size, plan.batch, plan.segment, plan.stem, plan.guards) == (16, 8, 8, "small", "off")
+    with pytest.raises(TypeError, match="size"):
+        RunPlan(batch=8, segment=8, stem="small", guards="off")
+
+
+def test_a_run_directory_of_the_version_before_goes_on(config):
+    """It has `auto` for the guards of a recorded stream."""
+    directory = RunDirectory.of(resolve(config, open_run_stream(config)))
+    directory.close()
+    content = json.loads((directory.path / "config.json").read_text())
+    write_json(directory.path / "config.json", content | {"guards": "auto"})
+    assert directory.config.guards == "off"
+    path, _ = run(config)
+    assert path == directory.path
+
+
+def test_a_configuration_that_is_no_plan_is_named(tmp_path):
+    write_json(tmp_path / "config.json", dataclasses.asdict(RunOptions(batch=8)))
+    with pytest.raises(UserError, match=r"config\.json has None for size"):
+        _ = RunDirectory(tmp_path).config
+    write_json(tmp_path / "config.json", {"batch": 8})
+    with pytest.raises(UserError, match=r"config\.json has no size"):
+        _ = RunDirectory(tmp_path).config
+
+
 def test_a_foreign_or_damaged_run_directory_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         RunDirectory.existing(tmp_path)
@@ -394,7 +424,7 @@ def test_two_processes_in_one_run_are_refused(config, tmp_path):
 KILLED = """
 import os, random, signal, sys, threading
 from streamclr.cli.entry import main
-from streamclr import checkpoint, commands  # imported first, so that it is a run that is killed
+from streamclr.cli import commands  # imported first, so that it is a run that is killed
 seed, in_save = int(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(seed)
 saves = rng.randrange(10)  # that it makes before, so that a fast machine comes no further than a slow one
@@ -421,7 +451,7 @@ def wrapped(name):
         return real[name](*args, **kwargs)
     return call
 for name in real:
-    setattr(checkpoint.os, name, wrapped(name))
+    setattr(os, name, wrapped(name))
 if saves == 0 and not in_save:
     kill_soon(0.3)  # as it starts
 sys.exit(main(sys.argv[3:]))
