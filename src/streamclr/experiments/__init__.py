@@ -13,6 +13,7 @@ import torch
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import read_json, write_json
+from streamclr.base.machine import cpu_name
 from streamclr.base.options import option
 from streamclr.base.plots import save_plot
 from streamclr.experiments.beyond.asked import asked
@@ -142,9 +143,4 @@ def machine() -> str:
     """The processor or the GPU, and how many cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    models = [
-        line.partition(":")[2].strip()
-        for line in (Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else [])
-        if line.startswith("model name")
-    ]
-    return f"{models[0] if models else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return f"{cpu_name()}, {os.cpu_count()} cores"

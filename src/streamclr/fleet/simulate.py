@@ -14,6 +14,7 @@ import torch
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.tensors import load_weights
 from streamclr.classifier import Accuracy, knn_probe, linear_probe
 from streamclr.encoders.inference import as_float
@@ -182,7 +183,7 @@ def gather_statistics(model: ContrastiveModel, images: Images) -> None:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # all batches weigh the same
-    numbers = np.linspace(0, len(images) - 1, min(len(images), N_GATHERED)).astype(np.int64)
+    numbers = evenly_spaced(len(images), N_GATHERED)
     model.train()
     for part in np.array_split(numbers, -(-len(numbers) // 256)):
         model.features(as_float(torch.from_numpy(images.images(part))))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_bytes, write_json
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.options import one_of, option
 from streamclr.base.progress import say
 from streamclr.models.card import Card
@@ -185,7 +186,7 @@ def held_out(directory: RunDirectory, most: int = N_TEST) -> Tensor:
         return none
     if test is None:
         return none
-    images, good, _ = readable(test, torch.linspace(0, len(test) - 1, min(len(test), most)).long().numpy())
+    images, good, _ = readable(test, evenly_spaced(len(test), most))
     return torch.from_numpy(images) if len(good) else none
 
 

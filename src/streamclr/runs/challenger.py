@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.base.numbers import evenly_spaced
 from streamclr.classifier import draw_labelled, train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
@@ -117,9 +118,7 @@ def labels_at_hand(config: "RunPlan", path: Path, stream: "AnyStream") -> Answer
     if train is None:
         return None
     numbers = draw_labelled(train.labels, max(config.label_fractions), train.classes, config.seed)
-    if len(numbers) > MOST_LABELS:
-        numbers = numbers[torch.linspace(0, len(numbers) - 1, MOST_LABELS).long()]
-    return Known(train, numbers)
+    return Known(train, numbers[evenly_spaced(len(numbers), MOST_LABELS)])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.progress import Progress
 from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
 from streamclr.encoders.inference import infer, seeded
@@ -101,8 +102,7 @@ def train_supervised(
 def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
     """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
     known, queries = (
-        torch.linspace(0, len(images) - 1, min(len(images), most)).long()
-        for images, most in ((train, 5000), (test, 2000))
+        torch.from_numpy(evenly_spaced(len(images), most)) for images, most in ((train, 5000), (test, 2000))
     )
     features, labels, _ = extract(model, train, known)
     tested = extract(model, test, queries)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.progress import Progress
 from streamclr.base.table import Table
 from streamclr.classifier import Accuracy, linear_probe
@@ -156,7 +157,7 @@ def _learn(learner: Learner, source: DatasetSource, segment: int, n_images: int)
 def probe(model: ContrastiveModel, source: DatasetSource) -> float:
     assert source.train is not None
     assert source.test is not None
-    numbers = torch.linspace(0, len(source.train) - 1, min(len(source.train), N_PROBED)).long()
+    numbers = torch.from_numpy(evenly_spaced(len(source.train), N_PROBED))
     known, tested = extract(model, source.train, numbers), extract(model, source.test)
     head = linear_probe(known.features, known.labels, len(source.classes))
     return Accuracy.of(head(tested.features).argmax(1), tested.labels, len(source.classes)).top1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.table import Table
 from streamclr.encoders.inference import infer
 from streamclr.experiments.findings import Findings, spread
@@ -80,8 +81,7 @@ def measure(directory: Path, **config: Any) -> Result:
     plan, stream, learner = prepare(RunOptions(**config))
     source = stream.source
     assert source.test is not None
-    n = min(N_BATCHES * plan.segment, len(source.test))
-    looked_at = torch.from_numpy(source.test.images(torch.linspace(0, len(source.test) - 1, n).long().numpy()))
+    looked_at = torch.from_numpy(source.test.images(evenly_spaced(len(source.test), N_BATCHES * plan.segment)))
     marks = []
     for share in MARKS:
         until = round(share * config["images"])
