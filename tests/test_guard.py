@@ -15,7 +15,7 @@ from streamclr.experiments.beyond.unusable import KINDS, Clip, SpoiledSource
 from streamclr.guards import GUARDS, appearance, coarse_std, duplicates, neighbour_correlation
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolved
+from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.assemble import make_policy
 from support.images import random_images
 
@@ -312,7 +312,7 @@ def test_a_run_has_them_where_they_are_needed(guards, live, expected):
     config = RunOptions(guards=guards, images=512)
     stream = open_run_stream(config)
     stream.live = live
-    policy = make_policy(resolved(config, stream))
+    policy = make_policy(resolve(config, stream))
     assert getattr(policy, "guards", None) == expected
 
 

@@ -84,7 +84,7 @@ def test_no_limit_is_none(tmp_path):
 def test_a_system_that_tells_nothing(tmp_path):
     rows = facts(tmp_path)
     assert rows["cameras"] == "none found"
-    assert rows["memory"] == "not told by this system"
+    assert rows["memory"] == "unknown on this system"
 
 
 def test_a_board_says_what_it_is(tmp_path):

@@ -25,11 +25,10 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Architecture
 from streamclr.models.export import export, kind_of
 from streamclr.models.heads import Heads
-from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import make_learner
 from streamclr.score import contrast_score
 from support.images import random_images
-from support.runs import made_run
+from support.runs import made_run, run_plan
 
 CLASSES = ["Äpfel", "猫 & <b>", "x,y"]
 CARD = Card(
@@ -152,10 +151,10 @@ def test_a_learner_is_not_disturbed():
 
 def test_a_run_starts_from_it(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    learner = make_learner(RunOptions(init=str(saved), width=4, stem="small"))
+    learner = make_learner(run_plan(init=str(saved), width=4, stem="small"))
     ours, theirs = learner.model.state_dict(), from_pretrained(saved).model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    learner = make_learner(RunOptions(init=str(saved / "model.safetensors"), width=4, stem="small"))
+    learner = make_learner(run_plan(init=str(saved / "model.safetensors"), width=4, stem="small"))
     assert torch.equal(learner.model.encoder.conv1.weight, theirs["encoder.conv1.weight"])
     words = ["run", "--images", "64", "--buffer", "16", "--probes", "0", "--init", str(saved)]
     assert main([*words, "--width", "8", "--stem", "half"]) == 2

@@ -12,12 +12,13 @@ import torch
 
 from streamclr import Learner, UserError
 from streamclr.base.errors import Stopped
+from streamclr.base.files import write_json
 from streamclr.base.tensors import load_tensors
 from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolved
+from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 from support.camera import write_clip
@@ -123,9 +124,10 @@ def test_fine_tuning_starts_from_the_given_weights(config, tmp_path):
     path, _ = run(config)
     tuned = dataclasses.replace(config, init=str(path / "model.safetensors"), stem="small")
     saved = load_tensors(path / "model.safetensors")["encoder.conv1.weight"]
-    assert torch.equal(make_learner(tuned).encoder.conv1.weight, saved)
+    plan = resolve(tuned, open_run_stream(tuned))
+    assert torch.equal(make_learner(plan).encoder.conv1.weight, saved)
     with pytest.raises(UserError, match="does not fit"):
-        make_learner(dataclasses.replace(tuned, width=4))
+        make_learner(dataclasses.replace(plan, width=4))
 
 
 @pytest.mark.parametrize(
@@ -185,15 +187,15 @@ def test_a_label_budget_is_a_number_where_the_stream_has_an_end(config, budget, 
     """A share is of one pass over the images: the second shows nothing new."""
     source = SimpleNamespace(epoch=epoch, n_images=None)
     stream = SimpleNamespace(source=source, live=False, size=16)
-    filled = resolved(dataclasses.replace(config, label_budget=budget, images=images), stream)
+    filled = resolve(dataclasses.replace(config, label_budget=budget, images=images), stream)
     assert filled.label_budget == asked
-    assert resolved(filled, stream) == filled  # as it is when the run goes on
+    assert resolve(filled, stream) == filled  # as it is when the run goes on
 
 
 def test_a_label_budget_of_a_stream_without_an_end_stays_a_share(config):
     stream = SimpleNamespace(source=SimpleNamespace(epoch=None, n_images=None), live=True, size=16)
-    assert resolved(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
-    assert resolved(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
+    assert resolve(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
+    assert resolve(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
 
 
 def test_no_room_for_the_label_queue_leaves_nothing_behind(config, tmp_path, monkeypatch):
@@ -285,7 +287,35 @@ def test_a_run_with_bad_files_is_the_same_after_a_stop(config, tmp_path, monkeyp
 def test_epochs_are_passes_over_the_dataset(config):
     for epochs, images in ((None, 40), (2, 80), (0.5, 20)):
         asked = dataclasses.replace(config, images=None, epochs=epochs)
-        assert resolved(asked, open_run_stream(asked)).images == images
+        assert resolve(asked, open_run_stream(asked)).images == images
+
+
+def test_a_plan_has_no_defaults_left_to_fill_in(config):
+    plan = resolve(dataclasses.replace(config, images=None, epochs=2), open_run_stream(config))
+    assert (plan.images, plan.epochs) == (80, None)
+    assert (plan.size, plan.batch, plan.segment, plan.stem, plan.guards) == (16, 8, 8, "small", "off")
+    with pytest.raises(TypeError, match="size"):
+        RunPlan(batch=8, segment=8, stem="small", guards="off")
+
+
+def test_a_run_directory_of_the_version_before_goes_on(config):
+    """It has `auto` for the guards of a recorded stream."""
+    directory = RunDirectory.of(resolve(config, open_run_stream(config)))
+    directory.close()
+    content = json.loads((directory.path / "config.json").read_text())
+    write_json(directory.path / "config.json", content | {"guards": "auto"})
+    assert directory.config.guards == "off"
+    path, _ = run(config)
+    assert path == directory.path
+
+
+def test_a_configuration_that_is_no_plan_is_named(tmp_path):
+    write_json(tmp_path / "config.json", dataclasses.asdict(RunOptions(batch=8)))
+    with pytest.raises(UserError, match=r"config\.json has None for size"):
+        _ = RunDirectory(tmp_path).config
+    write_json(tmp_path / "config.json", {"batch": 8})
+    with pytest.raises(UserError, match=r"config\.json has no size"):
+        _ = RunDirectory(tmp_path).config
 
 
 def test_a_foreign_or_damaged_run_directory_is_named(tmp_path):
@@ -361,7 +391,7 @@ def test_resume_finds_the_unfinished_run(config, tmp_path, monkeypatch, capsys):
 
 
 def test_two_processes_in_one_run_are_refused(config, tmp_path):
-    directory = RunDirectory.of(resolved(config, open_run_stream(config)))
+    directory = RunDirectory.of(resolve(config, open_run_stream(config)))
     with pytest.raises(UserError, match="another process is learning"):
         run(config)
     directory._lock.close()

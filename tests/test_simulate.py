@@ -247,7 +247,6 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": 100}, "--images is for streamclr run"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"min_devices": 9}, "there are 4 devices"),
         ({"split": "even"}, "no split 'even'"),

@@ -13,10 +13,10 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import json_line, write_json
 from streamclr.base.tensors import save_tensors
 from streamclr.learner import Step
-from streamclr.records.options import RunOptions
 from streamclr.web import view
 from streamclr.web.site import Site
 from streamclr.web.view import MOST_POINTS, JournalTail, RunView, columns, find_runs, thinned
+from support.runs import run_plan
 
 
 def line(number, replaced=10, **more):
@@ -28,7 +28,7 @@ def line(number, replaced=10, **more):
 def run(tmp_path):
     path = tmp_path / "run"
     path.mkdir()
-    config = RunOptions(source="rtsp://me:secret@camera/1", images=None, out=None)
+    config = run_plan(source="rtsp://me:secret@camera/1", images=None, out=None)
     write_json(path / "config.json", dataclasses.asdict(config))
     return path
 
@@ -168,7 +168,7 @@ def test_one_run_hides_no_other(run, tmp_path, capsys):
     assert {view.name for view in site.views.values()} == {"run", "one", "empty"}
     assert capsys.readouterr().err.count("left out: broken") == 1
     assert all(site._news(number) is not None for number in site.views)
-    write_json(tmp_path / "some" / "broken" / "config.json", dataclasses.asdict(RunOptions(source="synthetic:")))
+    write_json(tmp_path / "some" / "broken" / "config.json", dataclasses.asdict(run_plan(source="synthetic:")))
     site._find_runs()
     assert len(site.views) == 4
 
@@ -185,7 +185,7 @@ def test_what_was_shown_of_a_deleted_run_stays_and_another_in_its_place_is_anoth
     assert site.views[number] is before
     assert len(before.journal.points) == 2
     run.mkdir()
-    write_json(run / "config.json", dataclasses.asdict(RunOptions(source="synthetic:", images=7)))
+    write_json(run / "config.json", dataclasses.asdict(run_plan(source="synthetic:", images=7)))
     site._find_runs()
     assert site.views[number].config.images == 7
     (run / "journal.jsonl").write_text(line(1))

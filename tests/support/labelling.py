@@ -13,8 +13,8 @@ from streamclr.labelling.candidates import Candidates
 from streamclr.labelling.session import Asking
 from streamclr.models.versions import Score, Version
 from streamclr.records.directory import RunDirectory
-from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder
+from support.runs import run_plan
 
 SIZE, COLOURS = 16, 3
 
@@ -33,7 +33,7 @@ def make_run(path, images=None, budget="30", finished=True, step=None, **options
     images = colours(90) if images is None else images
     settings = {"source": "synthetic:", "images": len(images), "size": SIZE, "width": 1, "stem": "small"} | options
     path.mkdir(exist_ok=True)
-    write_json(path / "config.json", dataclasses.asdict(RunOptions(label_budget=budget, **settings)))
+    write_json(path / "config.json", dataclasses.asdict(run_plan(label_budget=budget, **settings)))
     candidates = Candidates(path / "candidates.bin", len(images), (3, SIZE, SIZE))
     candidates.offer(images, 0)
     candidates.close()

@@ -14,13 +14,18 @@ from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
+from streamclr.records.plan import RunPlan, make_encoder
 from support.images import make_folder, random_images
+
+
+def run_plan(**options):
+    filled = {"size": 32, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
+    return RunPlan(**filled | options)
 
 
 def made_run(path, size=32, **options):
     """A run directory with a model that has seen a few images."""
-    config = RunOptions(size=size, **{"width": 4, "stem": "small"} | options)
+    config = run_plan(size=size, **{"width": 4} | options)
     directory = RunDirectory(path)
     path.mkdir()
     write_json(path / "config.json", dataclasses.asdict(config))

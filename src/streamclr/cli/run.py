@@ -13,7 +13,7 @@ from streamclr.base.table import Table, labels_heading, percent
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
-from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose
+from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose, suggest
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.report import results_table, write_report
 from streamclr.runs.run import run
@@ -94,11 +94,21 @@ def _print_comparison(out: Path, table: Table) -> None:
 
 
 def doctor_command(config: DoctorOptions) -> int:
-    diagnosis = diagnose(config)
-    if config.json:
-        print(json.dumps(diagnosis.as_dict(), indent=1))
-    else:
+    plan, diagnosis = diagnose(config)
+    if not config.json:
         for name, text in diagnosis.rows():
-            lines = textwrap.wrap(text, 68, break_on_hyphens=False)
-            print(f"{name:<12}" + ("\n" + " " * 12).join(lines))
+            _print_row(name, text)
+    suggestions = []
+    for suggestion in () if diagnosis.keeps_up else suggest(plan, diagnosis.step, diagnosis.fps):
+        suggestions.append(suggestion)
+        if not config.json:
+            _print_row(f"change {len(suggestions)}", str(suggestion))
+    if config.json:
+        found = [dataclasses.asdict(suggestion) for suggestion in suggestions]
+        print(json.dumps(diagnosis.as_dict() | {"suggestions": found}, indent=1))
     return 0 if diagnosis.is_well else 1
+
+
+def _print_row(name: str, text: str) -> None:
+    lines = textwrap.wrap(text, 68, break_on_hyphens=False)
+    print(f"{name:<12}" + ("\n" + " " * 12).join(lines), flush=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from streamclr.base.cache import cache_dir
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
+from streamclr.base.machine import cpu_name
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Block, ResNet
 
@@ -273,11 +274,7 @@ def _measured(model: ContrastiveModel, images: Tensor) -> str:
 
 def _situation(model: ContrastiveModel, images: Tensor) -> str:
     """Everything that the fastest precision depends on."""
-    cpu = torch.backends.cpu.get_cpu_capability()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2] for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu += names[0] if names else ""
+    cpu = f"{torch.backends.cpu.get_cpu_capability()} {cpu_name()}"
     sizes = [parameter.numel() for parameter in model.parameters()]
     return (
         f"{cpu}, torch {torch.__version__}, {torch.get_num_threads()} threads, "

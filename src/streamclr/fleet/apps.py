@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from streamclr.base.errors import Stopped, UserError
 from streamclr.fleet.device import Device
-from streamclr.fleet.options import ServerOptions, learner_config
+from streamclr.fleet.options import ServerOptions, learner_options
 from streamclr.fleet.rounds import Rounds
 from streamclr.fleet.strategy import Fleet, as_record, as_weights
 
@@ -83,7 +83,7 @@ def _answered(message: Message, work: Callable[[], RecordDict]) -> Message:
 
 def _deployed(context: Context, config: ConfigRecord) -> Device:
     own = json.loads(str(context.node_config["device"]))
-    return Device(learner_config(dict(config), own), statistics=str(config["statistics"]))
+    return Device(learner_options(dict(config), own), statistics=str(config["statistics"]))
 
 
 device = client_app(_deployed)
@@ -93,6 +93,6 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     config = ServerOptions(**json.loads(str(context.run_config["fleet"])))
-    rounds = Rounds(Path(config.out), config.run_config, config.of_the_rounds)
+    rounds = Rounds(Path(config.out), config.learner, config.of_the_rounds)
     with closing(rounds):
-        Fleet(rounds, config, vars(config.run_config)).run(grid)
+        Fleet(rounds, config, vars(config.learner)).run(grid)

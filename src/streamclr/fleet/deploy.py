@@ -19,7 +19,7 @@ from streamclr.base.progress import say
 from streamclr.fleet.flower import need_flower
 from streamclr.fleet.flower.bundle import bundle
 from streamclr.fleet.keys import CA, SERVER
-from streamclr.fleet.options import SHARED, DeviceOptions, ServerOptions, learner_config
+from streamclr.fleet.options import SHARED, DeviceOptions, ServerOptions, learner_options
 from streamclr.fleet.rounds import Rounds
 from streamclr.records.plan import open_run_stream
 from streamclr.runs.stop import StopSignal
@@ -41,7 +41,7 @@ def serve(config: ServerOptions) -> int:
     out = Path(config.out).absolute()
     config = replace(config, out=str(out))
     public = [] if config.insecure else _public_keys(config)
-    with_rounds = Rounds(out, config.run_config, config.of_the_rounds)  # what is wrong is said now
+    with_rounds = Rounds(out, config.learner, config.of_the_rounds)  # what is wrong is said now
     done = with_rounds.n_rounds
     with_rounds.close()
     if done >= config.rounds:
@@ -291,7 +291,7 @@ def _own_options(config: DeviceOptions) -> dict[str, Any]:
     own = {name: getattr(config, name) for name in names}
     own |= {"source": absolute_source(config.source), "out": str(Path(config.out).absolute())}
     defaults = asdict(ServerOptions())
-    open_run_stream(learner_config({name: defaults[name] for name in SHARED}, own))
+    open_run_stream(learner_options({name: defaults[name] for name in SHARED}, own))
     return own
 
 

@@ -1,4 +1,4 @@
-"""A device of a fleet: its own stream, buffer, optimizer and run directory; the encoder is everybody's."""
+"""A device of a fleet: it has a stream, buffer, optimizer and run directory of its own; all share the encoder."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from streamclr.models.heads import GLOBAL
 from streamclr.models.pretrained import Pretrained, save_pretrained
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder, open_run_stream, resolved
+from streamclr.records.plan import make_encoder, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.loop import learn_stream
 from streamclr.streams.stream import Stream
 
-MOST_LABELS = 1000  # that one device sends
+MAX_LABELS_SENT = 1000  # by one device
 
 
 class LabelledImages(NamedTuple):
@@ -42,25 +42,25 @@ class LabelledImages(NamedTuple):
 class Device:
     """One round after the other in a run directory, which `streamclr label`, `serve` and `report` take like any other.
 
-    config: `out` is the directory, of this run or new.
-    stream: what it sees; that of the configuration's source unless given.
+    options: `out` is the directory, of this run or new.
+    stream: instead of that of the source.
     statistics: of BatchNorm, shared with the fleet or local.
     labelled: instead of what a person answered in the directory.
     """
 
     def __init__(
         self,
-        config: RunOptions,
+        options: RunOptions,
         stream: "Stream | None" = None,
         statistics: str = "shared",
         labelled: Callable[[], LabelledImages] | None = None,
     ):
-        self.stream = open_run_stream(config) if stream is None else stream
-        # How long it learns is the server's to say, round by round; a dataset without an end may be less than a batch.
+        self.stream = open_run_stream(options) if stream is None else stream
+        # The server says how long to learn, round by round; a dataset without an end may be smaller than a batch.
         epoch, end = self.stream.epoch, self.stream.n_images
-        asked = max(epoch, config.batch or config.buffer) if epoch is not None and end is None else None
-        self.config = replace(resolved(replace(config, images=asked), self.stream), images=None, probes=0)
-        self.directory = RunDirectory.of(self.config)
+        asked = max(epoch, options.batch or options.buffer) if epoch is not None and end is None else None
+        self.plan = replace(resolve(replace(options, images=asked), self.stream), images=None, probes=0)
+        self.directory = RunDirectory.of(self.plan)
         self.statistics = statistics
         self.labelled = self._answered if labelled is None else labelled
 
@@ -68,8 +68,8 @@ class Device:
         self.directory.close()
 
     def learn(self, weights: Weights, n_images: int, name: str) -> Update:
-        """Go on from the fleet's encoder, with the own buffer and optimizer, for so many images of the stream."""
-        learner = make_learner(self.config)
+        """Go on from the fleet's encoder with the next images; buffer and optimizer are this device's own."""
+        learner = make_learner(self.plan)
         found = self.directory.checkpoints.latest()
         journal, size, position, n_before = self.directory.path / "journal.jsonl", 0, 0, 0
         if found is None:
@@ -80,26 +80,26 @@ class Device:
             state["learner"]["model"] = _merged(state["learner"]["model"], weights)
             size, position, n_before = state["journal_bytes"], state["stream"]["position"], _n_seen(state)
             self.directory.checkpoints.save(number, state)
-        learn_stream(replace(self.config, images=position + n_images), learner, self.stream, self.directory)
+        learn_stream(replace(self.plan, images=position + n_images), learner, self.stream, self.directory)
         with journal.open("rb") as file:
             file.seek(size)
             losses = [json.loads(line)["loss"] for line in file]
         if not losses:
-            raise UserError(f"{self.config.source} has ended: nothing was learned in this round")
+            raise UserError(f"{self.plan.source} has ended: nothing was learned in this round")
         loss = sum(losses) / len(losses)
         return Update(name, exchanged(learner.model, self.statistics), learner.buffer.n_seen - n_before, loss)
 
     def features(self, weights: Weights) -> tuple[Tensor, list[str]]:
-        """Of the labelled images, with the fleet's encoder, and the names of their classes: all that is ever sent."""
+        """Features of the labelled images by the fleet's encoder, and class names: nothing else of them is sent."""
         images, names = self.labelled()
         model = self.model_with(weights)
         if not names:
             return torch.empty(0, model.n_features), []
-        return infer(model, images[-MOST_LABELS:], model.features).cpu(), names[-MOST_LABELS:]
+        return infer(model, images[-MAX_LABELS_SENT:], model.features).cpu(), names[-MAX_LABELS_SENT:]
 
     def model_with(self, weights: Weights) -> ContrastiveModel:
-        """The fleet's encoder; with the own statistics if they are local."""
-        model = ContrastiveModel(make_encoder(self.config))
+        """The fleet's encoder, with this device's BatchNorm statistics if they are local."""
+        model = ContrastiveModel(make_encoder(self.plan))
         own = model.state_dict()
         if self.statistics == "local" and (found := self.directory.checkpoints.latest()):
             own |= {name: t for name, t in found[1]["learner"]["model"].items() if is_statistic(name)}
@@ -107,11 +107,10 @@ class Device:
         return model
 
     def take_head(self, weights: Weights, head: Weights, classes: list[str]) -> None:
-        """The fleet's encoder and classifier, written whole beside the run."""
-        assert self.config.size is not None
+        """Write the fleet's encoder and classifier into the device's directory."""
         if self.statistics == "local" and not self.directory.checkpoints.numbers():
-            raise UserError("it has not learned yet, and has no statistics for the fleet's encoder")
-        save_global(self.directory.path / GLOBAL, self.model_with(weights), head, classes, self.config.size)
+            raise UserError("this device has not learned yet: it has no BatchNorm statistics for the fleet's encoder")
+        save_global(self.directory.path / GLOBAL, self.model_with(weights), head, classes, self.plan.size)
 
     def _answered(self) -> LabelledImages:
         """What a person answered on the labelling page of this device."""
@@ -131,7 +130,7 @@ class Device:
 def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: list[str], size: int) -> None:
     """A model and its classifier as a directory for `streamclr predict` and `from_pretrained`, in place of the last."""
     new, old = (path.with_name(f".{path.name}-{which}") for which in ("new", "old"))
-    for left in (new, old):  # of a process that was killed
+    for left in (new, old):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     save_pretrained(Pretrained(model, Head.from_state(head, "the fleet's classifier"), classes, size), new)
     with suppress(FileNotFoundError):
@@ -141,7 +140,7 @@ def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: lis
 
 
 def _merged(own: Mapping[str, Tensor], weights: Weights) -> Weights:
-    """The fleet's weights, and what is not exchanged as it was; `load_weights` tells a name that is not ours."""
+    """The fleet's weights, and those that are not exchanged; `load_weights` refuses unknown names."""
     return {**own, **weights}
 
 

@@ -5,13 +5,19 @@ from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
-from streamclr.encoders.resnet import ENCODERS
 from streamclr.fleet.average import STATISTICS
-from streamclr.guards import GUARDS
-from streamclr.policy import POLICIES
-from streamclr.records.options import RunOptions
+from streamclr.records.options import (
+    BufferOptions,
+    LearnerOptions,
+    ModelOptions,
+    PolicyOptions,
+    RunOptions,
+    SourceOptions,
+    StreamOptions,
+    as_run,
+)
 
-# What makes the devices' learners alike: the server says it, and it is sent with every round.
+# What the learners of all devices have in common: the server sends it with every round.
 SHARED = ("encoder", "width", "stem", "norm", "size", "lr", "weight_decay", "temperature")
 # What cannot be changed while rounds go on, beside the learner's own options.
 OF_THE_ROUNDS = ("round_images", "momentum", "slow", "statistics")
@@ -24,19 +30,17 @@ class RoundsOptions:
     rounds: int = option(50, "rounds in all, those of an earlier start in --out included")
     round_images: int = option(2560, "images of its stream that a device learns from in a round")
     momentum: float = option(
-        0.0, "of the server: what is left of the steps before is added to the mean of this round's"
+        0.0, "of the server: this share of the last step is added to the mean of this round's updates"
     )
     slow: float = option(
-        0.0, "share of its past in the encoder that is kept for use, as 0.9; 0: that of the last round"
+        0.0, "the encoder kept for use is a moving average with this decay, as 0.9; 0: that of the last round"
     )
     statistics: str = option("shared", f"of BatchNorm: {' or '.join(STATISTICS)}")
     fraction: float = option(1.0, "share of the devices that are asked in a round, to learn or for their labels")
-    min_devices: int = option(2, "wait for so many before a round")
+    min_devices: int = option(2, "devices to wait for before a round")
     deadline: float = option(600.0, "seconds after which a round goes on without those that have not answered")
     patience: float = option(3.0, "it does so sooner, after this many times what half of the devices took")
-    head_every: int = option(
-        10, "train the classifier on the labels of all devices every so many rounds, and at the end"
-    )
+    head_every: int = option(10, "train the classifier on the labels of all devices every N rounds, and at the end")
 
     def check(self) -> None:
         for name in ("rounds", "round_images", "min_devices", "head_every"):
@@ -54,59 +58,54 @@ class RoundsOptions:
         return {name: getattr(self, name) for name in OF_THE_ROUNDS}
 
 
+# The fields of the last base come first, in `--help` too.
 @dataclass(frozen=True)
-class SimulateOptions(RoundsOptions, RunOptions):
+class SimulateOptions(RoundsOptions, LearnerOptions, PolicyOptions, StreamOptions):
     """Simulate a fleet over parts of a dataset, with Flower's simulation engine, and test its encoder."""
 
-    devices: int = option(10, "how many")
-    split: str = option("classes:2", "classes:2, so many classes for each device, or stc, an even share of all")
+    devices: int = option(10, "number of devices")
+    split: str = option("classes:2", "classes:N, N classes for each device, or stc, an even share of all")
     dropout: float = option(0.0, "share of the devices that drop out of each round, at random")
     labels: str | None = option(None, "share of its images that each device has labels of, as 1%")
     workers: int | None = option(None, "devices that learn at the same time [one for each core]")
     deadline: float = option(86_400.0, "seconds after which a round goes on without those that have not answered")
+    out: str = option("runs/fleet", "the directory, new or with these rounds unfinished in it")
 
 
 @dataclass(frozen=True)
-class ServerOptions(RoundsOptions):
+class ServerOptions(RoundsOptions, ModelOptions):
     """Serve a fleet: start Flower's SuperLink with TLS, let the registered devices in, and average round by round."""
 
-    encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
-    width: int = option(64, "channels of the encoder's first stage")
     stem: str = option("imagenet", "small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool)")
-    norm: str = option("batch", "batch or group")
     size: int = option(96, "side of the images in pixels")
-    init: str | None = option(None, "start from these encoder weights, or this directory with a whole model")
-    lr: float = option(1e-4, "learning rate of Adam on the devices")
-    weight_decay: float = option(1e-4, "weight decay of Adam")
-    temperature: float = option(0.5, "of the contrastive loss")
     seed: int = option(0, "of the initial weights")
     keys: str | None = option(None, "the directory that `fleet keys` made: certificate, and public keys of the devices")
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 for all")
     port: int = option(9443, "port to listen at")
-    insecure: bool = option(False, "without TLS and keys: anybody may join and read along")
+    insecure: bool = option(False, "without TLS and keys: anybody may join and read the traffic")
     out: str = option("runs/fleet", "the directory, new or with these rounds unfinished in it")
 
     @property
-    def run_config(self) -> RunOptions:
-        own = {name: getattr(self, name) for name in (*SHARED, "init", "seed")}
-        return RunOptions(**own)
+    def learner(self) -> RunOptions:
+        """What the devices' learners have in common, and their first weights."""
+        return as_run(self, out=None)
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
-    """Join a fleet: start Flower's SuperNode, and learn from a camera of one's own when the server asks."""
+class JoinOptions:
+    """How a device reaches its fleet."""
 
-    source: str = option("", "where the images come from, as in rtsp://camera/1 or 0")
     server: str = option("", "address of the server, host:port")
     key: str | None = option(None, "the device's private key, made by `fleet keys`")
     ca: str | None = option(None, "the certificate that vouches for the server: ca.crt of `fleet keys`")
     insecure: bool = option(False, "without TLS and key, for a server that is started so")
-    policy: str = option("contrast", f"which images stay in the buffer: {', '.join(POLICIES)}")
-    buffer: int = option(256, "images in the buffer")
-    batch: int | None = option(None, "images in one update, drawn from the buffer [all of it]")
-    segment: int | None = option(None, "new images in one step [as many as the buffer holds]")
-    guards: str = option("auto", f"against frames that lie: on, off, or some of {', '.join(GUARDS)} with commas")
-    memory: str | None = option(None, "what the process may take while learning, as in 600M")
+
+
+@dataclass(frozen=True)
+class DeviceOptions(BufferOptions, PolicyOptions, JoinOptions, SourceOptions):
+    """Join a fleet: start Flower's SuperNode, and learn from a camera of one's own when the server asks."""
+
+    source: str = option("", "where the images come from, as in rtsp://camera/1 or 0")
     label_budget: str | None = option("500", "keep images to ask a person about, with `streamclr label OUT`")
     seed: int = option(0, "of the views and the draws")
     out: str = option("runs/device", "the run directory of this device")
@@ -125,8 +124,8 @@ class KeysOptions:
     days: int = option(825, "how long the certificate is valid")
 
 
-def learner_config(shared: dict[str, Any], own: dict[str, Any]) -> RunOptions:
+def learner_options(shared: dict[str, Any], own: dict[str, Any]) -> RunOptions:
     """The options of a device's learner: those of the fleet, and its own."""
     if missing := [name for name in SHARED if name not in shared]:
-        raise UserError(f"the server did not say {missing[0]}: its streamclr is older than this one")
+        raise UserError(f"the server did not send {missing[0]}: update streamclr on the server")
     return RunOptions(**own | {name: shared[name] or None if name == "stem" else shared[name] for name in SHARED})

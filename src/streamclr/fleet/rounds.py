@@ -21,7 +21,7 @@ from streamclr.classifier import Head, train_head
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
-from streamclr.fleet.device import MOST_LABELS, save_global
+from streamclr.fleet.device import MAX_LABELS_SENT, save_global
 from streamclr.models.heads import GLOBAL
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.journal import Journal
@@ -44,30 +44,30 @@ class FleetHead(NamedTuple):
 class Rounds:
     """The global encoder, its journal and its checkpoints, in a directory.
 
-    config: of the learners; the initial weights come from it.
+    learner: the options of the devices' learners; the initial weights come from them.
     options: of the fleet: `momentum`, `slow`, `statistics`, `round_images`; those of a directory cannot be changed.
     """
 
-    def __init__(self, path: Path, config: RunOptions, options: dict[str, Any]):
+    def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             known = one_of(options["statistics"], STATISTICS)
             raise UserError(f"--statistics is {options['statistics']!r}: {known}")
         self.path, self.options = path, options
-        with seeded(config.seed):
-            model = initial_model(config)
+        with seeded(learner.seed):
+            model = initial_model(learner)
             self.model = model if isinstance(model, ContrastiveModel) else ContrastiveModel(model)
-        self.size = config.size
+        self.size = learner.size
         weights = exchanged(self.model, options["statistics"])
         self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
         self.head: FleetHead | None = None
         self.refused: Counter[str] = Counter()
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self._open(config)
+        self._open(learner)
 
-    def _open(self, config: RunOptions) -> None:
+    def _open(self, learner: RunOptions) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         file, journal = self.path / "fleet.json", self.path / "rounds.jsonl"
-        own = json.loads(json.dumps({**asdict(config), "out": None, **self.options}))
+        own = json.loads(json.dumps({**asdict(learner), "out": None, **self.options}))
         if file.exists():
             there = read_json(file)
             if different := [name for name in own if there.get(name) != own[name]]:
@@ -125,7 +125,7 @@ class Rounds:
         n_features, features, names = self.model.n_features, [], []
         for device, own, classes in labelled:
             fits = own.shape == (len(classes), n_features) and own.dtype == torch.float32
-            fits = fits and len(classes) <= MOST_LABELS
+            fits = fits and len(classes) <= MAX_LABELS_SENT
             fits = fits and bool(own.isfinite().all()) and all(0 < len(name) <= LONGEST_NAME for name in classes)
             if not fits:
                 say(f"streamclr: the labels of device {device} are refused: they are no features with class names")

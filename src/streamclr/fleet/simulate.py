@@ -14,6 +14,7 @@ import torch
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.tensors import load_weights
 from streamclr.encoders.inference import as_float
 from streamclr.encoders.projection import ContrastiveModel
@@ -23,8 +24,8 @@ from streamclr.fleet.options import SimulateOptions
 from streamclr.fleet.rounds import Rounds, read_rounds
 from streamclr.fleet.split import shard, whole_of
 from streamclr.records.label_budget import LabelBudget
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import resolved
+from streamclr.records.options import as_run
+from streamclr.records.plan import RunPlan, resolve
 from streamclr.runs.evaluation import extract, probes
 from streamclr.streams.datasets.images import DatasetSource, Images
 from streamclr.streams.stream import DatasetStream
@@ -33,25 +34,24 @@ if TYPE_CHECKING:
     from flwr.app import ConfigRecord, Context
     from flwr.serverapp import Grid
 
-NOT_HERE = ("images", "epochs", "resume", "predict", "serve", "metrics", "supervised", "label_budget")
 N_GATHERED = 2048  # images from which the statistics of BatchNorm are gathered where devices keep theirs
 
 
-def simulate(config: SimulateOptions) -> tuple[Path, dict[str, Any]]:
-    """All rounds, or those that are left in the directory; then the probes. Returns the directory and the results."""
-    learner, out = prepared(config)
-    results = evaluate(config, run_rounds(config, learner, out))
+def simulate(options: SimulateOptions) -> tuple[Path, dict[str, Any]]:
+    """Run the rounds that the directory still lacks, then the probes. Returns the directory and the results."""
+    learner, out = prepared(options)
+    results = evaluate(options, run_rounds(options, learner, out))
     write_json(out / "results.json", results)
     return out, results
 
 
-def run_rounds(config: SimulateOptions, learner: RunOptions, out: Path) -> Rounds:
+def run_rounds(options: SimulateOptions, learner: RunPlan, out: Path) -> Rounds:
     """The rounds that are left."""
     need_flower(simulation=True)
-    with closing(Rounds(out, learner, config.of_the_rounds | _of_the_simulation(config))) as rounds:
-        if rounds.n_rounds < config.rounds:
-            _run(config, learner, rounds)
-        if rounds.n_rounds < config.rounds:
+    with closing(Rounds(out, learner, options.of_the_rounds | _of_the_simulation(options))) as rounds:
+        if rounds.n_rounds < options.rounds:
+            _run(options, learner, rounds)
+        if rounds.n_rounds < options.rounds:
             raise UserError(f"the simulation ended after round {rounds.n_rounds}: start it again to go on")
     lines = read_rounds(out)
     if not any(line["taken"] for line in lines):
@@ -60,57 +60,48 @@ def run_rounds(config: SimulateOptions, learner: RunOptions, out: Path) -> Round
     return rounds
 
 
-def prepared(config: SimulateOptions) -> tuple[RunOptions, Path]:
-    """The options of a device's learner, and the directory; what is wrong is said before anything is written."""
-    config.check()
-    for name in NOT_HERE:
-        if getattr(config, name) != getattr(RunOptions, name):
-            flag = "--" + name.replace("_", "-")
-            how = ": give --rounds and --round-images" if name in ("images", "epochs") else ""
-            raise UserError(f"{flag} is for streamclr run, not for a fleet{how}")
-    if not 0 <= config.dropout < 1:
-        raise UserError(f"dropout is {config.dropout}: use 0 or more, below 1")
-    if config.min_devices > config.devices:
-        raise UserError(f"min_devices is {config.min_devices}, and there are {config.devices} devices: use fewer")
-    if config.workers is not None and config.workers < 1:
-        raise UserError(f"workers is {config.workers}: use at least 1")
-    if config.labels is not None:
-        LabelBudget.parse(config.labels)
-    names = [field.name for field in dataclasses.fields(RunOptions)]
-    learner = RunOptions(**{name: getattr(config, name) for name in names})
-    stream = DatasetStream(_shard(config, 0))
-    learner = resolved(dataclasses.replace(learner, images=config.rounds * config.round_images), stream)
-    learner = dataclasses.replace(learner, images=None, out=None, checkpoint_minutes=0)
-    return learner, Path(config.out or "runs/fleet")
+def prepared(options: SimulateOptions) -> tuple[RunPlan, Path]:
+    """The plan of a device's learner, and the directory. All options are checked before anything is written."""
+    options.check()
+    if not 0 <= options.dropout < 1:
+        raise UserError(f"dropout is {options.dropout}: use 0 or more, below 1")
+    if options.min_devices > options.devices:
+        raise UserError(f"min_devices is {options.min_devices}, and there are {options.devices} devices: use fewer")
+    if options.workers is not None and options.workers < 1:
+        raise UserError(f"workers is {options.workers}: use at least 1")
+    if options.labels is not None:
+        LabelBudget.parse(options.labels)
+    plan = resolve(as_run(options, images=options.rounds * options.round_images), DatasetStream(_shard(options, 0)))
+    return dataclasses.replace(plan, images=None, out=None, checkpoint_minutes=0), Path(options.out)
 
 
-def _of_the_simulation(config: SimulateOptions) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in ("devices", "split", "dropout", "labels")}
+def _of_the_simulation(options: SimulateOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("devices", "split", "dropout", "labels", "guards")}
 
 
-def _run(config: SimulateOptions, learner: RunOptions, rounds: Rounds) -> None:
+def _run(options: SimulateOptions, learner: RunPlan, rounds: Rounds) -> None:
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     from streamclr.fleet.apps import client_app
     from streamclr.fleet.strategy import Fleet
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)  # a round is one line, which we say ourselves
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # a round is one line, which `Rounds` prints
     server = ServerApp()
 
     @server.main()
     def main(grid: "Grid", context: "Context") -> None:
-        Fleet(rounds, config, vars(learner)).run(grid)
+        Fleet(rounds, options, vars(learner)).run(grid)
 
     run_simulation(
         server,
-        client_app(partial(simulated, config, learner, (rounds.path / "devices").resolve())),
-        num_supernodes=config.devices,
+        client_app(partial(simulated, options, learner, (rounds.path / "devices").resolve())),
+        num_supernodes=options.devices,
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             "init_args": {
                 "address": "local",  # never a cluster that somebody else runs on this machine
-                "num_cpus": config.workers or os.cpu_count() or 1,
+                "num_cpus": options.workers or os.cpu_count() or 1,
                 "object_store_memory": 200 * 2**20,
                 "log_to_driver": False,
             },
@@ -119,42 +110,42 @@ def _run(config: SimulateOptions, learner: RunOptions, rounds: Rounds) -> None:
 
 
 def simulated(
-    config: SimulateOptions, learner: RunOptions, home: Path, context: "Context", told: "ConfigRecord"
+    options: SimulateOptions, learner: RunPlan, home: Path, context: "Context", told: "ConfigRecord"
 ) -> Device:
-    """In one of Ray's processes: the device whose turn it is."""
+    """The device of this call, in one of Ray's processes."""
     torch.set_num_threads(1)  # there are as many of these processes as cores
     number = int(context.node_config["partition-id"])
-    if "images" in told and drops_out(config, int(told["round"]), number):
+    if "images" in told and drops_out(options, int(told["round"]), number):
         raise UserError("dropped out")
-    source = _shard(config, number)
+    source = _shard(options, number)
     home.mkdir(parents=True, exist_ok=True)
     own = dataclasses.replace(learner, seed=learner.seed + number, out=str(home / f"{number:04}"))
-    labelled = partial(_labelled, source.streamed, config, number)
-    return Device(own, DatasetStream(source), config.statistics, labelled)
+    labelled = partial(_labelled, source.streamed, options, number)
+    return Device(own, DatasetStream(source), options.statistics, labelled)
 
 
-def _shard(config: SimulateOptions, device: int) -> DatasetSource:
-    return shard(config.source, config.split, device, config.devices, config.stc, config.seed, config.size)
+def _shard(options: SimulateOptions, device: int) -> DatasetSource:
+    return shard(options.source, options.split, device, options.devices, options.stc, options.seed, options.size)
 
 
-def drops_out(config: SimulateOptions, round_: int, device: int) -> bool:
-    return random.Random(f"{config.seed} {round_} {device}").random() < config.dropout
+def drops_out(options: SimulateOptions, round_: int, device: int) -> bool:
+    return random.Random(f"{options.seed} {round_} {device}").random() < options.dropout
 
 
-def _labelled(images: Images, config: SimulateOptions, device: int) -> LabelledImages:
+def _labelled(images: Images, options: SimulateOptions, device: int) -> LabelledImages:
     """A draw of the device's images, as if somebody had labelled them."""
-    n = 0 if config.labels is None else LabelBudget.parse(config.labels).of(len(images))
-    numbers = np.random.default_rng([config.seed, device]).permutation(len(images))[:n]
+    n = 0 if options.labels is None else LabelBudget.parse(options.labels).of(len(images))
+    numbers = np.random.default_rng([options.seed, device]).permutation(len(images))[:n]
     names = [images.classes[label] for label in images.labels[numbers].tolist()]
     return LabelledImages(torch.from_numpy(images.images(numbers)) if n else torch.empty(0), names)
 
 
-def evaluate(config: SimulateOptions, rounds: Rounds) -> dict[str, Any]:
-    """Probes of the global encoder on all labels, its classifier on the test images, and what became of the rounds."""
-    whole, model = whole_of(config.source, config.size), rounds.kept_model()
+def evaluate(options: SimulateOptions, rounds: Rounds) -> dict[str, Any]:
+    """Probes of the global encoder on all labels, its classifier on the test images, and counts over the rounds."""
+    whole, model = whole_of(options.source, options.size), rounds.kept_model()
     assert whole.train is not None
     assert whole.test is not None
-    if config.statistics == "local":
+    if options.statistics == "local":
         gather_statistics(model, whole.streamed)
     known, tested = extract(model, whole.train), extract(model, whole.test)
     results: dict[str, Any] = dict(probes(known, tested, len(whole.classes)))
@@ -184,7 +175,7 @@ def gather_statistics(model: ContrastiveModel, images: Images) -> None:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # all batches weigh the same
-    numbers = np.linspace(0, len(images) - 1, min(len(images), N_GATHERED)).astype(np.int64)
+    numbers = evenly_spaced(len(images), N_GATHERED)
     model.train()
     for part in np.array_split(numbers, -(-len(numbers) // 256)):
         model.features(as_float(torch.from_numpy(images.images(part))))

@@ -14,8 +14,15 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.compute.memory import parse_size
-from streamclr.records.label_budget import DIGEST_SIZE, EACH, HEADER_SIZE, LabelBudget, n_that_fit, record_size
-from streamclr.records.options import RunOptions
+from streamclr.records.label_budget import (
+    DIGEST_SIZE,
+    HEADER_SIZE,
+    N_CANDIDATES_EACH,
+    LabelBudget,
+    n_that_fit,
+    record_size,
+)
+from streamclr.records.plan import RunPlan
 
 
 class Candidates:
@@ -34,7 +41,7 @@ class Candidates:
         if os.pread(self._file, HEADER_SIZE, 0) != header:
             os.truncate(self._file, 0)
             os.pwrite(self._file, header, 0)
-        try:  # all of it now, so that it never meets a full disk later
+        try:  # all of it now, so that a disk that fills up later does no harm
             os.posix_fallocate(self._file, 0, HEADER_SIZE + capacity * self._record_size)
         except OSError as error:
             os.close(self._file)
@@ -56,15 +63,14 @@ class Candidates:
         os.close(self._file)
 
 
-def open_candidates(path: Path, config: RunOptions) -> Candidates | None:
+def open_candidates(path: Path, plan: RunPlan) -> Candidates | None:
     """The candidates of a run in its directory; None if nobody is to be asked."""
-    if config.label_budget is None:
+    if plan.label_budget is None:
         return None
-    assert config.size is not None
-    room = n_that_fit(parse_size(config.label_disk), config.size)
-    n_asked = LabelBudget.parse(config.label_budget).images
-    capacity = room if n_asked is None else min(room, EACH * n_asked)
-    return Candidates(path / "candidates.bin", capacity, (3, config.size, config.size), config.seed)
+    room = n_that_fit(parse_size(plan.label_disk), plan.size)
+    n_asked = LabelBudget.parse(plan.label_budget).images
+    capacity = room if n_asked is None else min(room, N_CANDIDATES_EACH * n_asked)
+    return Candidates(path / "candidates.bin", capacity, (3, plan.size, plan.size), plan.seed)
 
 
 class Candidate(NamedTuple):
@@ -75,7 +81,7 @@ class Candidate(NamedTuple):
 
 
 def read_candidates(path: Path) -> list[Candidate]:
-    """Those that are whole, in the order of the stream, each image once; a run may be writing others meanwhile."""
+    """All that are complete, in the order of the stream, each image once; a run may be writing others meanwhile."""
     try:
         with path.open("rb") as file:
             header = json.loads(file.read(HEADER_SIZE))
@@ -85,7 +91,7 @@ def read_candidates(path: Path) -> list[Candidate]:
                 record = file.read(record_size(shape))
                 content = record[DIGEST_SIZE:]
                 if len(record) < record_size(shape) or _digest(content) != record[:DIGEST_SIZE]:
-                    continue  # empty, or a write that the power did not last for
+                    continue  # empty, or cut short by a power failure
                 number, when = struct.unpack_from("<qd", content)
                 pixels = content[16:]
                 image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(shape)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_bytes, write_json
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.options import one_of, option
 from streamclr.base.progress import say
 from streamclr.classifier import Classifier
@@ -74,7 +75,7 @@ def export(
     learner, encoder = directory.newest_learner()
     model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
     heads = Heads(directory)
-    classifier = Classifier(model.cpu(), *heads.load_head(fraction, encoder), directory.image_size)
+    classifier = Classifier(model.cpu(), *heads.load_head(fraction, encoder), directory.config.size)
     buffer, n_seen, n_steps = _buffer(directory, learner)
     about = describe(directory, heads.find(fraction), encoder, n_seen, n_steps, int8)
     tested = images_to_test(directory)
@@ -154,7 +155,7 @@ def images_to_test(directory: RunDirectory, most: int = N_TEST) -> Tensor:
         return none
     if test is None:
         return none
-    images, good, _ = readable(test, torch.linspace(0, len(test) - 1, min(len(test), most)).long().numpy())
+    images, good, _ = readable(test, evenly_spaced(len(test), most))
     return torch.from_numpy(images) if len(good) else none
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import typing
 from contextlib import suppress
 from dataclasses import MISSING, asdict
 from datetime import datetime
@@ -27,8 +26,7 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
 from streamclr.learner import Learner, Step, find_device
 from streamclr.records.checkpoints import Checkpoints
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
+from streamclr.records.plan import RunPlan, make_encoder
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 
@@ -42,30 +40,30 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def of(cls, config: RunOptions) -> "RunDirectory":
+    def of(cls, plan: RunPlan) -> "RunDirectory":
         """The directory in which the same run was left unfinished, or a new one; for this process alone."""
-        default = Path("runs") / f"{split_source(config.source)[0]}-{opts.split(config.policy)[0]}"
-        places = [Path(config.out)] if config.out else _newest_first(default) if config.resume else []
+        default = Path("runs") / f"{split_source(plan.source)[0]}-{opts.split(plan.policy)[0]}"
+        places = [Path(plan.out)] if plan.out else _newest_first(default) if plan.resume else []
         for directory in (cls(place) for place in places if (place / "config.json").is_file()):
-            different = directory.differences(config)
-            if config.out and different:
+            different = directory.differences(plan)
+            if plan.out and different:
                 raise UserError(f"{directory.path} has a run with other options ({different[0]}): give another --out")
-            if config.out and directory.results is not None:
+            if plan.out and directory.results is not None:
                 raise UserError(f"{directory.path} exists already, and its run is finished: give another --out")
             if not different and directory.results is None:
                 directory.lock()
                 return directory
-        if config.resume and not config.out:
+        if plan.resume and not plan.out:
             raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
-        directory = cls(new_directory(config.out, default))
-        content = asdict(config) | {"out": None, "resume": False, "source": opts.redacted(config.source)}
+        directory = cls(new_directory(plan.out, default))
+        content = asdict(plan) | {"out": None, "resume": False, "source": opts.redacted(plan.source)}
         write_json(directory.path / "config.json", content)
         directory.lock()
         return directory
 
-    def differences(self, config: RunOptions) -> list[str]:
+    def differences(self, plan: RunPlan) -> list[str]:
         """The options that another run has otherwise than this one."""
-        ours, theirs = asdict(self.config), asdict(config) | {"source": opts.redacted(config.source)}
+        ours, theirs = asdict(self.config), asdict(plan) | {"source": opts.redacted(plan.source)}
         names = [name for name in ours if name not in NOT_THE_RUNS and ours[name] != theirs[name]]
         return [f"{name} is {ours[name]} there, {theirs[name]} here" for name in names]
 
@@ -153,17 +151,12 @@ class RunDirectory:
         return cls(Path(path))
 
     @property
-    def config(self) -> RunOptions:
-        file, hints = self.path / "config.json", typing.get_type_hints(RunOptions)
+    def config(self) -> RunPlan:
+        file = self.path / "config.json"
         content = read_json(file)
         if not isinstance(content, dict):
             raise UserError(f"{file} holds no configuration")
-        if unknown := sorted(content.keys() - hints.keys()):
-            raise UserError(f"{file} has keys that are not known: {', '.join(unknown)}")
-        for name, value in content.items():
-            if not isinstance(value, hints[name]) and not (isinstance(value, int) and hints[name] is float):
-                raise UserError(f"{file} has {value!r} for {name}")
-        return RunOptions(**content)
+        return RunPlan.of(content, str(file))
 
     @property
     def results(self) -> dict[str, Any] | None:
@@ -231,10 +224,10 @@ class RunDirectory:
 
     def model_with(self, weights: dict[str, torch.Tensor], where: str) -> ContrastiveModel:
         """The run's model with these weights, which came from there."""
-        config = self.config
-        model = ContrastiveModel(make_encoder(config))
+        plan = self.config
+        model = ContrastiveModel(make_encoder(plan))
         load_weights(model, weights, where)
-        return model.to(find_device(config.device))
+        return model.to(find_device(plan.device))
 
     def save_buffer(self, learner: Learner, stream: Stream) -> None:
         """The buffer with its features, and what the last step did not keep, with the guards that hid it."""
@@ -278,10 +271,10 @@ class RankDirectory(RunDirectory):
         pass
 
 
-def open_directory(config: RunOptions, ranks: OneProcess) -> RunDirectory:
+def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
     """The run directory, or what this rank has below it."""
     with ranks.together():
-        first = RunDirectory.of(config) if ranks.index == 0 else None
+        first = RunDirectory.of(plan) if ranks.index == 0 else None
     path = ranks.collect(first and os.path.abspath(first.path))[0]
     return RankDirectory(Path(path), ranks.index) if first is None else first
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from streamclr.base.errors import UserError
 
-EACH = 8  # candidates for every image that is asked about, where the disk has room for them
+N_CANDIDATES_EACH = 8  # candidates for every image that is asked about, where the disk has room for them
 
 
 class LabelBudget(NamedTuple):
@@ -27,12 +27,12 @@ class LabelBudget(NamedTuple):
         raise UserError(f"label_budget is {text!r}: use a share as 1%, or a number of images as 500")
 
     def of(self, n_seen: int) -> int:
-        """At least one, of so many images."""
+        """The number of images to ask about, at least 1, once `n_seen` images were seen."""
         return self.images if self.images is not None else max(1, round((self.share or 0) * n_seen))
 
 
 def n_that_fit(n_bytes: int, side: int) -> int:
-    """How many candidates of `side` pixels a file of so many bytes holds."""
+    """How many candidates of `side` pixels fit into a file of this size."""
     return max(0, (n_bytes - HEADER_SIZE) // record_size((3, side, side)))
 
 

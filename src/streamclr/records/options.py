@@ -1,6 +1,8 @@
-"""The options of a run, and what is made from them: encoder, policy, learner."""
+"""What can be asked of a run, in groups: a command takes the groups that mean something to it."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
@@ -11,31 +13,61 @@ from streamclr.policy import POLICIES
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Learn from a stream, then train and test a classifier on few labels."""
+class SourceOptions:
+    """Where the images come from."""
 
     source: str = option("synthetic:", "where the images come from, as in cifar10?stc=500 or folder:DIR")
-    policy: str = option("contrast", f"which images stay in the buffer: {', '.join(POLICIES)}")
+
+
+@dataclass(frozen=True)
+class StreamOptions(SourceOptions):
+    """The stream of images that a source is read as."""
+
+    size: int | None = option(None, "side of the images in pixels [the source's own]")
+    stc: int | None = option(None, "consecutive images of one class [the source's own]")
+
+
+@dataclass(frozen=True)
+class LengthOptions:
+    """How much of the stream is learned from."""
+
     images: int | None = option(None, "how many images of the stream to learn from [of a camera, until it is stopped]")
     epochs: float | None = option(None, "the same in passes over the dataset [1, where there is one]")
-    stc: int | None = option(None, "consecutive images of one class [the source's own]")
-    size: int | None = option(None, "side of the images in pixels [the source's own]")
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What stays in the buffer, in a command that runs one policy."""
+
+    policy: str = option("contrast", f"which images stay in the buffer: {', '.join(POLICIES)}")
+
+
+@dataclass(frozen=True)
+class BufferOptions:
+    """The buffer, and what one step does with it."""
+
     buffer: int = option(256, "images in the buffer")
     batch: int | None = option(None, "images in one update, drawn from the buffer [all of it]")
     segment: int | None = option(None, "new images in one step [as many as the buffer holds]")
-    rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
     guards: str = option(
         "auto",
-        f"against frames that lie: on, off, or some of {', '.join(GUARDS)} with commas [on where the source is live]",
+        f"filters for unusable frames: on, off, or some of {', '.join(GUARDS)} with commas [on for a live source]",
     )
-    updates: int = option(1, "updates of the model in one step")
+    memory: str | None = option(
+        None, "the most memory that the process may take while learning, as in 600M or 1.5G [no limit]"
+    )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The encoder and how it is trained: what all devices of a fleet have in common."""
+
     encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
     width: int = option(64, "channels of the encoder's first stage")
     stem: str | None = option(
         None, "small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
     )
     norm: str = option("batch", "batch or group")
-    norm_over: str = option("all", "under torchrun, BatchNorm over the images of all ranks, or of each rank's own")
     init: str | None = option(
         None,
         "start from these encoder weights (.safetensors, torchvision's names), or this directory with a whole model",
@@ -43,39 +75,58 @@ class RunOptions:
     lr: float = option(1e-4, "learning rate of Adam")
     weight_decay: float = option(1e-4, "weight decay of Adam")
     temperature: float = option(0.5, "of the contrastive loss")
-    memory: str | None = option(
-        None, "what the process may take while learning, as in 600M or 1.5G [as much as it takes]"
-    )
+    seed: int = option(0, "of the stream, the weights, the views and the draws")
+
+
+@dataclass(frozen=True)
+class LearnerOptions(ModelOptions, BufferOptions):
+    """A learner on this machine, but for its policy."""
+
+    rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
+    updates: int = option(1, "updates of the model in one step")
     compile: bool = option(False, "compile the model: pays on long runs of narrow encoders, needs a C++ compiler")
+    device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is measured with the labels of a dataset."""
+
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
-    label_budget: str | None = option(
-        None, "keep images to ask a person about, as many as 500, or 1% of the stream (of one pass, if it has passes)"
-    )
-    label_disk: str = option("64M", "what the candidates for these questions may take on the disk")
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
-    checkpoint_minutes: float = option(
-        10, "minutes between two checkpoints, more if they are large; 0: only at the end and when stopped"
-    )
-    checkpoint_steps: int | None = option(None, "a checkpoint every so many steps too")
-    predict: bool = option(
-        False, "also classify each frame as it comes, with the newest good head: predictions.jsonl in the run"
-    )
-    resume: bool = option(
-        False, "go on with the newest unfinished run of these options [without: only if --out is one]"
-    )
-    duty: str = option("100%", "share of the time in which to learn, as in 50%; capture goes on meanwhile")
-    seed: int = option(0, "of the stream, the weights, the views and the draws")
-    device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
-    out: str | None = option(None, "the run directory, new or with this run unfinished in it [runs/SOURCE-POLICY]")
-    metrics: int | None = option(
-        None, "serve Prometheus metrics on this port of 127.0.0.1; 0 takes a free one and says which"
-    )
-    serve: bool = option(False, "open the dashboard for this run while it learns, and say where")
 
     @property
     def label_fractions(self) -> tuple[float, ...]:
         return tuple(opts.convert(part.strip(), float, "a label fraction") for part in self.fractions.split(","))
+
+
+@dataclass(frozen=True)
+class LabellingOptions:
+    """What a person is asked."""
+
+    label_budget: str | None = option(
+        None, "keep images to ask a person about, as many as 500, or 1% of the stream (of one pass, if it has passes)"
+    )
+    label_disk: str = option("64M", "the most disk space for images to ask about")
+
+
+@dataclass(frozen=True)
+class KeepingOptions:
+    """Where a run is kept, and when it is saved."""
+
+    out: str | None = option(None, "the run directory, new or with this run unfinished in it [runs/SOURCE-POLICY]")
+    checkpoint_minutes: float = option(
+        10, "minutes between two checkpoints, more if they are large; 0: only at the end and when stopped"
+    )
+    checkpoint_steps: int | None = option(None, "also save a checkpoint every N steps")
+
+
+@dataclass(frozen=True)
+class PaceOptions:
+    """How much of the machine a run takes."""
+
+    duty: str = option("100%", "share of the time in which to learn, as in 50%; capture goes on meanwhile")
 
     @property
     def duty_share(self) -> float:
@@ -84,3 +135,43 @@ class RunOptions:
         if not 0 < share <= 1:
             raise UserError(f"duty is {self.duty}: use more than 0% and up to 100%")
         return share
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What a run shows or answers while it learns."""
+
+    predict: bool = option(
+        False, "also classify each frame as it comes, with the newest good head: predictions.jsonl in the run"
+    )
+    serve: bool = option(False, "open the dashboard for this run while it learns, and say where")
+    metrics: int | None = option(
+        None, "serve Prometheus metrics on this port of 127.0.0.1; 0 takes a free one and says which"
+    )
+
+
+# The fields of the last base come first, in `--help` too.
+@dataclass(frozen=True)
+class RunOptions(
+    PaceOptions,
+    EvaluationOptions,
+    LearnerOptions,
+    PolicyOptions,
+    ServingOptions,
+    LabellingOptions,
+    KeepingOptions,
+    LengthOptions,
+    StreamOptions,
+):
+    """Learn from a stream, then train and test a classifier on few labels."""
+
+    resume: bool = option(
+        False, "go on with the newest unfinished run of these options [without: only if --out is one]"
+    )
+    norm_over: str = option("all", "under torchrun, BatchNorm over the images of all ranks, or of each rank's own")
+
+
+def as_run(options: Any, **changes: Any) -> RunOptions:
+    """The run that a command with some of these groups asks for, other options at their defaults."""
+    names = [field.name for field in dataclasses.fields(RunOptions) if hasattr(options, field.name)]
+    return RunOptions(**{name: getattr(options, name) for name in names} | changes)

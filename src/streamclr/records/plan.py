@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
@@ -9,71 +13,102 @@ from streamclr.compute.memory import parse_size
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.resnet import ENCODERS, ResNet
 from streamclr.records.label_budget import LabelBudget, n_that_fit
-from streamclr.records.options import RunOptions
+from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.streams.spec import absolute_source, split_source, takes
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
 
 
-def make_encoder(config: RunOptions) -> ResNet:
-    if config.encoder not in ENCODERS:
-        raise UserError(f"no encoder {config.encoder!r}: {opts.one_of(config.encoder, ENCODERS)}")
-    return ENCODERS[config.encoder](config.width, config.stem, config.norm)
+@dataclass(frozen=True)
+class RunPlan(RunOptions):
+    """The options of a run with every default filled in; `config.json` holds one.
+
+    images: None until the stream ends or somebody stops the run.
+    label_budget: a number of images if the length of the stream is known.
+    """
+
+    epochs: None = field(default=None)  # `images` says it
+    size: int = field(kw_only=True)
+    batch: int = field(kw_only=True)
+    segment: int = field(kw_only=True)
+    stem: str = field(kw_only=True)
+    guards: str = field(kw_only=True)  # never "auto"
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], where: str) -> "RunPlan":
+        """The plan that a file or a job holds. where: for the error if it holds none."""
+        hints = typing.get_type_hints(cls)
+        if unknown := sorted(content.keys() - hints.keys()):
+            raise UserError(f"{where} has unknown keys: {', '.join(unknown)}")
+        for name, value in content.items():
+            if not isinstance(value, hints[name]) and not (isinstance(value, int) and hints[name] is float):
+                raise UserError(f"{where} has {value!r} for {name}")
+        if missing := [f.name for f in dataclasses.fields(cls) if f.kw_only and f.name not in content]:
+            raise UserError(f"{where} has no {missing[0]}: it is not the plan of a run")
+        if content["guards"] == "auto":  # of an earlier version, which wrote so for a stream that is not live
+            content = {**content, "guards": "off"}
+        return cls(**content)
 
 
-def open_run_stream(config: RunOptions) -> DatasetStream | CameraStream:
-    given = "seed" in split_source(config.source)[2]
-    seed = {"seed": config.seed} if takes(config.source, "seed") and not given else {}
-    return open_stream(config.source, stc=config.stc, size=config.size, **seed)
+def make_encoder(options: ModelOptions) -> ResNet:
+    if options.encoder not in ENCODERS:
+        raise UserError(f"no encoder {options.encoder!r}: {opts.one_of(options.encoder, ENCODERS)}")
+    return ENCODERS[options.encoder](options.width, options.stem, options.norm)
 
 
-def resolved(config: RunOptions, stream: Stream) -> RunOptions:
-    """The configuration with every default filled in, checked against the stream before anything is made."""
+def open_run_stream(options: RunOptions) -> DatasetStream | CameraStream:
+    given = "seed" in split_source(options.source)[2]
+    seed = {"seed": options.seed} if takes(options.source, "seed") and not given else {}
+    return open_stream(options.source, stc=options.stc, size=options.size, **seed)
+
+
+def resolve(options: RunOptions, stream: Stream) -> RunPlan:
+    """The plan for these options on this stream; options that do not fit the stream are refused."""
     epoch, end = stream.epoch, stream.n_images
-    if config.images is not None and config.epochs is not None:
+    if options.images is not None and options.epochs is not None:
         raise UserError("both --images and --epochs are given: use one of them")
-    epochs = 1 if config.epochs is None else config.epochs
+    epochs = 1 if options.epochs is None else options.epochs
     if not 0 < epochs < math.inf:
         raise UserError(f"epochs is {epochs}: use a number above 0")
-    images = config.images
+    images = options.images
     if images is None:
-        if config.epochs is not None and epoch is None:
-            raise UserError(f"{config.source} has no epochs: say how long with --images")
+        if options.epochs is not None and epoch is None:
+            raise UserError(f"{options.source} has no epochs: say how long with --images")
         images = round(epochs * epoch) if epoch else None if stream.live else 20_000
     if end is not None and images is not None and images > end:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
-        raise UserError(f"{config.source} ends after {end} images, before the {images} asked for{how}")
-    batch = config.buffer if config.batch is None else config.batch
+        raise UserError(f"{options.source} ends after {end} images, before the {images} asked for{how}")
+    batch = options.buffer if options.batch is None else options.batch
     if images is not None and images < batch:
-        whole = f"{config.source} ends after {images} images" if images == end else f"{images} images are asked for"
+        whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
-    if config.norm_over not in NORM_OVER:
-        raise UserError(f"norm_over is {config.norm_over!r}: use {' or '.join(NORM_OVER)}")
-    if not 0 <= config.probes <= 1000:
-        raise UserError(f"probes is {config.probes}: use 0 (no learning curve) to 1000")
-    segment = config.segment if config.segment is not None else config.buffer
+    if options.norm_over not in NORM_OVER:
+        raise UserError(f"norm_over is {options.norm_over!r}: use {' or '.join(NORM_OVER)}")
+    if not 0 <= options.probes <= 1000:
+        raise UserError(f"probes is {options.probes}: use 0 (no learning curve) to 1000")
+    segment = options.buffer if options.segment is None else options.segment
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
-    size = stream.size
-    stem = ("small" if size < 64 else "imagenet") if config.stem is None else config.stem
-    return dataclasses.replace(
-        config,
-        source=absolute_source(config.source),
-        images=images,
-        epochs=None,
-        batch=batch,
-        segment=segment,
-        size=size,
-        stem=stem,
-        guards="on" if config.guards == "auto" and stream.live else config.guards,
-        label_budget=_label_budget(config, images, epoch, size),
-    )
+    auto = "on" if stream.live else "off"
+    filled = {
+        "source": absolute_source(options.source),
+        "images": images,
+        "epochs": None,
+        "batch": batch,
+        "segment": segment,
+        "size": stream.size,
+        "stem": ("small" if stream.size < 64 else "imagenet") if options.stem is None else options.stem,
+        "guards": auto if options.guards == "auto" else options.guards,
+        "label_budget": _label_budget(options, images, epoch, stream.size),
+    }
+    return RunPlan(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)} | filled)
 
 
-def _label_budget(config: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:
+def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:
     """As a number of images where the stream has an end; checked against what the disk may hold."""
-    if config.label_budget is None:
+    if options.label_budget is None:
         return None
-    budget, room = LabelBudget.parse(config.label_budget), n_that_fit(parse_size(config.label_disk, "label_disk"), size)
+    budget = LabelBudget.parse(options.label_budget)
+    room = n_that_fit(parse_size(options.label_disk, "label_disk"), size)
     known = min((n for n in (images, epoch) if n is not None), default=None)
     if budget.images is None and known is None:
         n_images = 1
@@ -81,10 +116,10 @@ def _label_budget(config: RunOptions, images: int | None, epoch: int | None, siz
         n_images = budget.of(known or 0)
         budget = LabelBudget(n_images, None)
     if known is not None and n_images > known:
-        raise UserError(f"label_budget is {config.label_budget}, and the stream has {known} images: use fewer")
+        raise UserError(f"label_budget is {options.label_budget}, and the stream has {known} images: use fewer")
     if n_images > room:
         raise UserError(
-            f"label_budget is {n_images} images, and {config.label_disk} of disk holds {room} of {size} px: "
+            f"label_budget is {n_images} images, and {options.label_disk} of disk holds {room} of {size} px: "
             "use a larger --label-disk or a smaller budget"
         )
-    return config.label_budget if budget.images is None else str(budget.images)
+    return options.label_budget if budget.images is None else str(budget.images)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.base.numbers import evenly_spaced
 from streamclr.classifier import Classifier, draw_labelled, train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
@@ -25,7 +26,7 @@ from streamclr.models.versions import Score, Version, Versions
 from streamclr.streams.datasets.images import Images, readable
 
 if TYPE_CHECKING:
-    from streamclr.records.options import RunOptions
+    from streamclr.records.plan import RunPlan
     from streamclr.streams.stream import Stream
 
 MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 3  # with fewer, none is held back
@@ -109,17 +110,15 @@ class DatasetLabels:
         pass
 
 
-def labels_at_hand(config: "RunOptions", path: Path, stream: "Stream") -> Answers | DatasetLabels | None:
+def labels_at_hand(plan: "RunPlan", path: Path, stream: "Stream") -> Answers | DatasetLabels | None:
     """A person's labels, if one is asked; else those of the source, by the run's largest label fraction."""
-    if config.label_budget is not None:
+    if plan.label_budget is not None:
         return Answers(path / "labels.sqlite")
     train = stream.train
     if train is None:
         return None
-    numbers = draw_labelled(train.labels, max(config.label_fractions), train.classes, config.seed)
-    if len(numbers) > MAX_LABELS:
-        numbers = numbers[torch.linspace(0, len(numbers) - 1, MAX_LABELS).long()]
-    return DatasetLabels(train, numbers)
+    numbers = draw_labelled(train.labels, max(plan.label_fractions), train.classes, plan.seed)
+    return DatasetLabels(train, numbers[evenly_spaced(len(numbers), MAX_LABELS)])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

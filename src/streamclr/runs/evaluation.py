@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.progress import Progress
 from streamclr.classifier import Accuracy, Head, checked_labels, draw_labelled, knn_probe, linear_probe, train_head
 from streamclr.encoders.inference import infer, seeded
@@ -18,8 +19,7 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.learner import checked_images
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
+from streamclr.records.plan import RunPlan, make_encoder
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.stream import Stream
@@ -94,14 +94,10 @@ def probes(known: Extracted, tested: Extracted, n_classes: int) -> dict[str, flo
     }
 
 
-def evenly_spaced(images: Images, most: int) -> Tensor:
-    """The numbers of at most so many images."""
-    return torch.linspace(0, len(images) - 1, min(len(images), most)).long()
-
-
 def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
     """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
-    known, tested = extract(model, train, evenly_spaced(train, 5000)), extract(model, test, evenly_spaced(test, 2000))
+    numbers = [torch.from_numpy(evenly_spaced(len(images), most)) for images, most in ((train, 5000), (test, 2000))]
+    known, tested = extract(model, train, numbers[0]), extract(model, test, numbers[1])
     return knn_accuracy(known, tested, len(train.classes))
 
 
@@ -188,17 +184,15 @@ def evaluate_supervised(
     return results
 
 
-def evaluate_run(
-    config: RunOptions, model: ContrastiveModel, stream: Stream, directory: RunDirectory
-) -> dict[str, Any]:
+def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directory: RunDirectory) -> dict[str, Any]:
     """Stage two on the run's own labels; no results for a stream that has none."""
     train, test = stream.train, stream.test
     if train is None or test is None:
         return {"labels": {}}
-    results, heads = evaluate(model, train, test, config.label_fractions, config.seed)
+    results, heads = evaluate(model, train, test, plan.label_fractions, plan.seed)
     Heads(directory).save_fractions(heads, train.classes)
-    if config.supervised:
+    if plan.supervised:
         results["supervised"] = evaluate_supervised(
-            lambda: make_encoder(config), train, test, config.label_fractions, config.seed, model.mean.device
+            lambda: make_encoder(plan), train, test, plan.label_fractions, plan.seed, model.mean.device
         )
     return results

@@ -25,7 +25,7 @@ from streamclr.runs.stop import StopSignal
 
 if TYPE_CHECKING:
     from streamclr.records.directory import RunDirectory
-    from streamclr.records.options import RunOptions
+    from streamclr.records.plan import RunPlan
     from streamclr.streams.stream import Stream
 
 MOST_IN_A_ROW = 3  # steps that are undone, or returns to one checkpoint, before the run stops
@@ -35,7 +35,7 @@ TELL_EVERY = 60.0  # seconds between two events on rejected frames
 HERE, COMING, AWAITED, ENDED = range(4)  # `COMING` for certain, as that of a recording
 
 
-def learn_stream(config: "RunOptions", learner: Learner, stream: "Stream", directory: "RunDirectory") -> float:
+def learn_stream(config: "RunPlan", learner: Learner, stream: "Stream", directory: "RunDirectory") -> float:
     """Every segment of the stream goes to the learner, every step into the journal. Returns the seconds of learning.
 
     It goes on from the last checkpoint of the directory, if there is one; the steps after that are redone. So it does
@@ -70,7 +70,7 @@ class Loop:
 
     def __init__(
         self,
-        config: "RunOptions",
+        config: "RunPlan",
         learner: Learner,
         stream: "Stream",
         directory: "RunDirectory",
@@ -83,7 +83,6 @@ class Loop:
         self.config, self.learner, self.stream, self.directory = config, learner, stream, directory
         self.ranks = learner.ranks
         self.challenger: Challenger | None = None
-        assert config.segment is not None
         n_steps = math.inf if config.images is None else -(-config.images // config.segment)
         self.mix_every = max(1, n_steps // 200) if n_steps < math.inf else 1000
         self.curve_every = -(-n_steps // max(1, config.probes))
@@ -158,7 +157,6 @@ class Loop:
         """Those of the stream, as long as every rank has a whole one; the last of a process that is alone may be
         smaller."""
         size = self.config.segment
-        assert size is not None
         with closing(self.stream.segments(size, until=self.config.images, idle=self._wait)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):

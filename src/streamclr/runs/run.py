@@ -15,15 +15,15 @@ from streamclr.runs.loop import learn_stream
 from streamclr.streams.account import Account
 
 
-def run(config: RunOptions) -> tuple[Path, dict[str, Any]]:
-    """Learn and evaluate: the whole job of one run, or of this rank of it. Returns its directory and its results."""
-    with join(config.device, config.norm_over) as ranks:
+def run(options: RunOptions) -> tuple[Path, dict[str, Any]]:
+    """Learn, then evaluate; under torchrun, this rank's part of it. Returns the run directory and the results."""
+    with join(options.device, options.norm_over) as ranks:
         with ranks.together():
-            config, stream, learner = prepare(config, ranks)
-        with closing(open_directory(config, ranks)) as directory:
+            plan, stream, learner = prepare(options, ranks)
+        with closing(open_directory(plan, ranks)) as directory:
             learner.join(ranks)
             try:
-                seconds = learn_stream(own_part(config, ranks), learner, stream, directory)
+                seconds = learn_stream(own_part(plan, ranks), learner, stream, directory)
             except (UserError, QuietExit):
                 directory.remove_if_empty()
                 raise
@@ -31,16 +31,16 @@ def run(config: RunOptions) -> tuple[Path, dict[str, Any]]:
             learner.leave()
             directory.save_buffer(learner, stream)
             if ranks.index:
-                raise QuietExit(0)  # the first has the rest to do
+                raise QuietExit(0)  # rank 0 alone evaluates
             directory.save_model(learner.model)
             results = {
                 "images": sum(n_seen for n_seen, _ in parts),
                 "steps": learner.n_steps,
                 "seconds_learning": seconds,
                 **accounts_of([account for _, account in parts]),
-                **evaluate_run(config, learner.model, stream, directory),
+                **evaluate_run(plan, learner.model, stream, directory),
             }
-            if config.predict:
+            if plan.predict:
                 served = Versions(directory).look()
                 results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
             directory.save_results(results)
@@ -48,7 +48,7 @@ def run(config: RunOptions) -> tuple[Path, dict[str, Any]]:
 
 
 def accounts_of(ranks: list[Account]) -> dict[str, Any]:
-    """The account of all frames and, if there are several, that of each rank."""
+    """The account of all frames and, under torchrun, that of each rank."""
     total = Account()
     for account in ranks:
         total.add(account)

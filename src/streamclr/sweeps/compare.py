@@ -16,8 +16,18 @@ from streamclr.base.plots import line_plot
 from streamclr.base.statistics import seeds_note, spread
 from streamclr.base.table import Table, labels_heading
 from streamclr.records.directory import RunDirectory, new_directory
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream
+from streamclr.records.options import (
+    EvaluationOptions,
+    KeepingOptions,
+    LabellingOptions,
+    LearnerOptions,
+    LengthOptions,
+    PaceOptions,
+    RunOptions,
+    StreamOptions,
+    as_run,
+)
+from streamclr.records.plan import RunPlan, open_run_stream
 from streamclr.runs.assemble import policy_options, prepare
 from streamclr.runs.evaluation import Extracted, probe_accuracy
 from streamclr.runs.report import write_report
@@ -28,12 +38,29 @@ from streamclr.sweeps.places import ON, Place, open_place, work
 
 
 @dataclass(frozen=True)
-class CompareOptions(RunOptions):
-    """Run several policies on the same streams and print one table with means and 95 % intervals over the seeds."""
+class PoliciesOptions:
+    """What is compared, and where it runs."""
 
     policies: str = option("contrast,random,fifo", "the policies to compare, with commas between")
     seeds: int = option(3, "how many seeds, from --seed on; a seed has one stream for all policies")
     on: str | None = option(None, ON)
+
+
+# The fields of the last base come first, in `--help` too.
+@dataclass(frozen=True)
+class CompareOptions(
+    PaceOptions,
+    EvaluationOptions,
+    LearnerOptions,
+    LabellingOptions,
+    KeepingOptions,
+    LengthOptions,
+    PoliciesOptions,
+    StreamOptions,
+):
+    """Run several policies on the same streams and print one table with mean and spread over the seeds."""
+
+    out: str | None = option(None, "the directory, which must be new [runs/compare]")
 
 
 Rows = dict[str, dict[str, list[float]]]  # row: column: a value for each seed
@@ -41,7 +68,7 @@ PROBE = "linear probe, all labels"
 
 
 def compare(
-    config: CompareOptions,
+    options: CompareOptions,
     default_out: str = "compare",
     title: str = "Policies compared",
     baselines: Rows | None = None,
@@ -50,31 +77,23 @@ def compare(
 
     baselines: further rows of the table.
     """
-    policies = [name.strip() for name in config.policies.split(",")]
-    if config.seeds < 1:
-        raise UserError(f"seeds is {config.seeds}: use at least 1")
-    if config.policy != RunOptions.policy:
-        raise UserError(f"--policy {config.policy} is for one run: compare takes --policies")
-    if config.resume:
-        raise UserError("--resume is for streamclr run: compare starts its runs anew")
+    policies = [name.strip() for name in options.policies.split(",")]
+    if options.seeds < 1:
+        raise UserError(f"seeds is {options.seeds}: use at least 1")
     if len(set(policies)) < len(policies):
-        raise UserError(f"--policies {config.policies} names a policy twice: name each once")
-    if config.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
+        raise UserError(f"--policies {options.policies} names a policy twice: name each once")
+    if options.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
         raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
-    for name in ("serve", "metrics", "predict"):
-        if config.on is not None and getattr(config, name) not in (None, False):
-            raise UserError(f"--{name} is for runs of this machine: leave it out, or --on {config.on}")
-    common = {field.name: getattr(config, field.name) for field in dataclasses.fields(RunOptions)}
     runs = []
-    for seed in range(config.seed, config.seed + config.seeds):
+    for seed in range(options.seed, options.seed + options.seeds):
         for policy in policies:
-            lazily = config.rescore_every if "rescore_every" in policy_options(policy) else None
-            runs.append(RunOptions(**common | {"policy": policy, "seed": seed, "rescore_every": lazily}))
-    ready = {}
-    for one in runs[: len(policies)]:  # what is wrong is said before the first run starts
-        ready[one.policy] = prepare(one if config.on is None else dataclasses.replace(one, device=None))[0]
-    place = None if config.on is None else open_place(config.on, None, config.device, torch.get_num_threads())
-    out = new_directory(config.out, Path("runs") / default_out)
+            lazily = options.rescore_every if "rescore_every" in policy_options(policy) else None
+            runs.append(as_run(options, policy=policy, seed=seed, rescore_every=lazily))
+    ready: dict[str, RunPlan] = {}
+    for one in runs[: len(policies)]:  # a wrong option is refused before the first run starts
+        ready[one.policy] = prepare(one if options.on is None else dataclasses.replace(one, device=None))[0]
+    place = None if options.on is None else open_place(options.on, None, options.device, torch.get_num_threads())
+    out = new_directory(options.out, Path("runs") / default_out)
     directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}
     places = {}
     for one in runs:
@@ -90,14 +109,14 @@ def compare(
     else:
         _work(places, place, out)
 
-    rows = _rows(directories, config) | (baselines or {})
-    write_json(out / "results.json", {"config": dataclasses.asdict(config) | {"out": None}, "accuracy": rows})
-    columns = [*(str(f) for f in config.label_fractions), PROBE]
+    rows = _rows(directories, options) | (baselines or {})
+    write_json(out / "results.json", {"config": dataclasses.asdict(options) | {"out": None}, "accuracy": rows})
+    columns = [*(str(f) for f in options.label_fractions), PROBE]
     table = Table(
         title,
         ["", *(column if column == PROBE else labels_heading(column) for column in columns)],
         [[name, *(_percent(values.get(column, [])) for column in columns)] for name, values in rows.items()],
-        note=f"accuracy on the test set, {seeds_note(config.seeds)}",
+        note=f"accuracy on the test set, {seeds_note(options.seeds)}",
     )
     (out / "table.md").write_text(table.markdown(), encoding="utf-8")
     line_plot(
@@ -109,7 +128,7 @@ def compare(
     return out, table
 
 
-def _work(runs: dict[Path, RunOptions], place: Place, out: Path) -> None:
+def _work(runs: dict[Path, RunPlan], place: Place, out: Path) -> None:
     """Each run is a job elsewhere, and its directory comes back."""
     jobs = {}
     for path, one in runs.items():
@@ -134,12 +153,12 @@ def run_for_compare(directory: Path, **config: Any) -> Result:
     return own.results or run(RunOptions(**config | {"out": str(own.path)}))[1]
 
 
-def _report(path: Path, one: RunOptions) -> None:
+def _report(path: Path, one: RunPlan) -> None:
     write_report([path], path / "report.html", title=f"{one.policy}, seed {one.seed}")
 
 
-def _rows(directories: dict[str, list[RunDirectory]], config: CompareOptions) -> Rows:
-    fractions = [str(f) for f in config.label_fractions]
+def _rows(directories: dict[str, list[RunDirectory]], options: CompareOptions) -> Rows:
+    fractions = [str(f) for f in options.label_fractions]
     results = {policy: [one.results or {} for one in runs] for policy, runs in directories.items()}
     rows: Rows = {}
     for policy, contents in results.items():
@@ -185,12 +204,12 @@ DEMO = CompareOptions(
 
 def demo(out: str | None = None) -> tuple[Path, Table]:
     """The whole job on the embedded default, with a linear probe on raw pixels to show that it is no toy."""
-    config = dataclasses.replace(DEMO, out=out)
-    stream = open_run_stream(config)
+    options = dataclasses.replace(DEMO, out=out)
+    stream = open_run_stream(as_run(options))
     assert stream.train is not None
     assert stream.test is not None
     baselines = {"raw pixels": {PROBE: [pixel_probe(stream.train, stream.test)]}}
-    return compare(config, "demo", "Learned from an unlabelled stream, classified from 1 % labels", baselines)
+    return compare(options, "demo", "Learned from an unlabelled stream, classified from 1 % labels", baselines)
 
 
 def pixel_probe(train: Images, test: Images) -> float:

@@ -19,7 +19,7 @@ from streamclr.base.files import held, read_json
 from streamclr.base.progress import Progress
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolved
+from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
 from streamclr.streams.datasets import registry as data
@@ -99,10 +99,11 @@ class Lab:
         wanted = dataclasses.replace(SCALES[self.scale], **settings)
         if self.images is not None:
             wanted = dataclasses.replace(wanted, images=self.images, epochs=None)
-        wanted = _resolved(wanted, self.data_dir)
-        policy, jobs = opts.split(wanted.policy)[0], []
+        plan = _resolve(wanted, self.data_dir)
+        policy, jobs = opts.split(plan.policy)[0], []
         for seed in range(self.n_seeds):
-            arguments = asdict(dataclasses.replace(wanted, seed=seed, device=self.device))
+            arguments = asdict(dataclasses.replace(plan, seed=seed, device=self.device))
+            arguments["guards"] = wanted.guards  # as asked: the keys of results that exist depend on it
             arguments.pop("out")
             jobs.append(Job(f"{policy}-{seed}", "run", f"{__name__}:run_job", arguments))
         return jobs
@@ -163,18 +164,13 @@ class Lab:
 
     def _expected(self, jobs: list[Job]) -> str:
         """How long the jobs should take, estimated from one step of each kind of run on this device."""
-        names = [field.name for field in dataclasses.fields(RunOptions)]
-        learned = [
-            RunOptions(**{name: job.arguments[name] for name in names if name in job.arguments})
-            for job in jobs
-            if job.arguments["images"]
-        ]
+        learned = [job.arguments for job in jobs if job.arguments["images"]]
         if not learned:
             return "nothing to learn"
         if self.device == "cuda" and not torch.cuda.is_available():
             return "how long they take is unknown: this machine has no GPU to time a step on"
         with Progress("timing a step of each kind", None):
-            seconds = sum(-(-(c.images or 0) // (c.segment or 1)) * _step_seconds(_kind(c)) for c in learned)
+            seconds = sum(-(-plan["images"] // plan["segment"]) * _step_seconds(_kind(plan)) for plan in learned)
         torch.cuda.empty_cache()  # the job on the first GPU needs the memory
         n_workers = min(self.workers, len(learned))
         hours = seconds / n_workers / 3600
@@ -204,17 +200,14 @@ def _alone(out: Path) -> Iterator[None]:
 KIND_FIELDS = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
 
 
-def _kind(config: RunOptions) -> RunOptions:
-    """The options that the time of a step depends on."""
-    return RunOptions(**{name: getattr(config, name) for name in (*KIND_FIELDS, "device")})
+def _kind(plan: dict[str, Any]) -> RunPlan:
+    """What the time of a step depends on."""
+    return RunPlan(**{name: plan[name] for name in (*KIND_FIELDS, "device")}, guards="off")
 
 
 @cache
-def _step_seconds(kind: RunOptions) -> float:
+def _step_seconds(kind: RunPlan) -> float:
     """The time of one step; on a CPU it is extrapolated from a step with fewer images."""
-    assert kind.segment is not None
-    assert kind.batch is not None
-    assert kind.size is not None
     part = 1.0 if kind.device == "cuda" else min(1.0, 32 / kind.segment)
     few = {name: max(2, round(part * getattr(kind, name))) for name in ("buffer", "segment", "batch")}
     learner = make_learner(dataclasses.replace(kind, **few))
@@ -229,16 +222,16 @@ def _step_seconds(kind: RunOptions) -> float:
 
 
 @cache
-def _resolved(config: RunOptions, data_dir: Path | None) -> RunOptions:
-    return resolved(config, _open(config, data_dir))
+def _resolve(options: RunOptions, data_dir: Path | None) -> RunPlan:
+    return resolve(options, _open(options, data_dir))
 
 
-def _open(config: RunOptions, data_dir: Path | None) -> Stream:
+def _open(options: RunOptions, data_dir: Path | None) -> Stream:
     """The stream of a run; a dataset that is not in the cache is put there first."""
-    name = opts.split(config.source)[0]
+    name = opts.split(options.source)[0]
     if name in data.DATASETS and not data.is_cached(name):
         print(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None), file=sys.stderr)
-    return open_run_stream(config)
+    return open_run_stream(options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

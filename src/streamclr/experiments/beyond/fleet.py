@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.progress import Progress
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
@@ -20,9 +21,9 @@ from streamclr.fleet.rounds import read_rounds
 from streamclr.fleet.simulate import prepared, run_rounds
 from streamclr.fleet.split import shard, whole_of
 from streamclr.learner import Learner
-from streamclr.records.options import RunOptions
+from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import make_learner
-from streamclr.runs.evaluation import evenly_spaced, extract, probe_accuracy
+from streamclr.runs.evaluation import extract, probe_accuracy
 from streamclr.streams.datasets.images import DatasetSource
 from streamclr.streams.stream import DatasetStream
 from streamclr.sweeps.job import Job, Result
@@ -101,8 +102,10 @@ def _facts(results: dict[str, list[Result]]) -> dict[str, Any]:
 def federated(directory: Path, split: str, dropout: float, round_images: int, **config: Any) -> Result:
     # After an interruption it starts again: its devices may be a round ahead of its server.
     shutil.rmtree(directory / "fleet", ignore_errors=True)
+    taken = {field.name for field in fields(SimulateOptions)}
     asked = SimulateOptions(
-        **config | {"images": None, "out": str(directory / "fleet")},
+        **{name: value for name, value in config.items() if name in taken},
+        out=str(directory / "fleet"),
         devices=N_DEVICES,
         rounds=N_ROUNDS,
         round_images=round_images,
@@ -125,12 +128,12 @@ def federated(directory: Path, split: str, dropout: float, round_images: int, **
 def single(directory: Path, split: str, device_images: int, **config: Any) -> Result:
     """Each device alone, with its stream of the fleet and its own initial weights."""
     torch.set_num_threads(1)
-    one, accuracies = RunOptions(**config), []
+    plan, accuracies = RunPlan.of(config, "the job"), []
     with Progress("devices alone", N_DEVICES) as bar:
         for device in range(N_DEVICES):
-            source = shard(one.source, split, device, N_DEVICES, one.stc, one.seed)
-            learner = make_learner(replace(one, seed=one.seed + device))
-            _learn(learner, source, one, device_images)
+            source = shard(plan.source, split, device, N_DEVICES, plan.stc, plan.seed)
+            learner = make_learner(replace(plan, seed=plan.seed + device))
+            _learn(learner, source, plan.segment, device_images)
             accuracies.append(probe(learner.model, source))
             bar.advance(1)
     return {"accuracy": mean(accuracies), "devices": accuracies}
@@ -138,22 +141,20 @@ def single(directory: Path, split: str, device_images: int, **config: Any) -> Re
 
 def pooled(directory: Path, **config: Any) -> Result:
     torch.set_num_threads(1)
-    one = RunOptions(**config)
-    assert one.images is not None
-    source = whole_of(f"{one.source}?stc={one.stc}&seed={one.seed}")
-    learner = make_learner(one)
-    _learn(learner, source, one, one.images)
+    plan = RunPlan.of(config, "the job")
+    source = whole_of(f"{plan.source}?stc={plan.stc}&seed={plan.seed}")
+    learner = make_learner(plan)
+    _learn(learner, source, plan.segment, config["images"])
     return {"accuracy": probe(learner.model, source)}
 
 
-def _learn(learner: Learner, source: DatasetSource, config: RunOptions, n_images: int) -> None:
-    assert config.segment is not None
-    for images in DatasetStream(source).segments(config.segment, until=n_images):
+def _learn(learner: Learner, source: DatasetSource, segment: int, n_images: int) -> None:
+    for images in DatasetStream(source).segments(segment, until=n_images):
         learner.learn_many(images)
 
 
 def probe(model: ContrastiveModel, source: DatasetSource) -> float:
     assert source.train is not None
     assert source.test is not None
-    known = extract(model, source.train, evenly_spaced(source.train, N_PROBED))
-    return probe_accuracy(known, extract(model, source.test), len(source.classes))
+    numbers = torch.from_numpy(evenly_spaced(len(source.train), N_PROBED))
+    return probe_accuracy(extract(model, source.train, numbers), extract(model, source.test), len(source.classes))

@@ -138,16 +138,14 @@ def unusable(lab: Lab) -> Findings:
 def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **config: Any) -> Result:
     """Learn from a stream of which a share of the frames is unusable."""
     torch.set_num_threads(1)  # a second thread gains nothing on layers this small
-    one, stream, learner = prepare(RunOptions(**config))
-    assert one.segment is not None
-    assert one.images is not None
+    plan, stream, learner = prepare(RunOptions(**config))
     assert isinstance(stream, DatasetStream)
     source = stream.source
     if clip:
         source = Clip(load_tensors(directory.parent / f"{clip}.safetensors")["images"])
-    spoiled = SpoiledSource(source, kind, share, one.images, one.seed)
+    spoiled = SpoiledSource(source, kind, share, config["images"], plan.seed)
     shares, steps = [], []
-    for images in DatasetStream(spoiled).segments(one.segment, until=one.images):
+    for images in DatasetStream(spoiled).segments(plan.segment, until=plan.images):
         steps.append(learner.learn_many(images))
         shares.append(float(spoiled.unusable[learner.buffer.arrivals.cpu()].float().mean()))
     accuracy = float("nan")

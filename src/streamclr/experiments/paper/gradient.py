@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from streamclr.base.numbers import evenly_spaced
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.encoders.inference import infer, infer_views
@@ -77,19 +78,16 @@ COLUMNS = {  # name, digits
 
 def measure(directory: Path, **config: Any) -> Result:
     """Learn as in a run; at each mark measure scores and gradients of mini-batches of test images."""
-    one, stream, learner = prepare(RunOptions(**config))
-    assert one.segment is not None
-    assert one.images is not None
+    plan, stream, learner = prepare(RunOptions(**config))
     assert stream.test is not None
-    n = min(N_BATCHES * one.segment, len(stream.test))
-    tested = torch.from_numpy(stream.test.images(torch.linspace(0, len(stream.test) - 1, n).long().numpy()))
+    tested = torch.from_numpy(stream.test.images(evenly_spaced(len(stream.test), N_BATCHES * plan.segment)))
     marks = []
     for share in MARKS:
-        until = round(share * one.images)
-        for images in stream.segments(one.segment, until=until):
+        until = round(share * config["images"])
+        for images in stream.segments(plan.segment, until=until):
             learner.learn_many(images)
-        generator = torch.Generator().manual_seed(one.seed)
-        found = measure_scores(learner.model, tested, one.segment, one.temperature, generator)
+        generator = torch.Generator().manual_seed(plan.seed)
+        found = measure_scores(learner.model, tested, plan.segment, plan.temperature, generator)
         marks.append({"seen": until, **found})
         print(f"after {until} images: {found['strong_correlation']:.3f}", flush=True)
     return {"marks": marks}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from streamclr.base.numbers import evenly_spaced
 from streamclr.views import StrongViews, flip
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Calibration(NamedTuple):
     def of(cls, buffer: Tensor, pure: bool) -> "Calibration":
         """No image of the buffer is in both. Random views widen the ranges, so that new images are clipped less: that
         nearly halves the error on them (docs/log.md)."""
-        images = buffer[torch.linspace(0, len(buffer) - 1, min(len(buffer), N_CALIBRATION)).long()]
+        images = buffer[evenly_spaced(len(buffer), N_CALIBRATION)]
         if pure:
             return cls(torch.cat([images, *_views(images, 1)]), None)
         ranges, doubts = images[::2], images[1::2] if len(images) > 1 else images

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -15,109 +15,148 @@ from torch import Tensor
 from streamclr.base.errors import UserError
 from streamclr.base.options import option, redacted, split
 from streamclr.base.progress import Progress
-from streamclr.compute.memory import peak
+from streamclr.learner import Learner
 from streamclr.records.checkpoints import MAX_BYTES_PER_HOUR
-from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream, resolved
+from streamclr.records.options import KeepingOptions, LearnerOptions, PolicyOptions, StreamOptions, as_run
+from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner, policy_options
 from streamclr.runs.doctor.diagnosis import Diagnosis, Measured, Suggestion
 from streamclr.runs.doctor.machine import Machine
 
+N_FIRST_IMAGES = 8  # of the first steps, which say how many images fit into the time
+STEPS_SECONDS = 5.0  # for the steps that are measured after them
+N_STEPS = 3  # at most, of which the median counts
+
 
 @dataclass(frozen=True)
-class DoctorOptions(RunOptions):
+class DoctorOptions(LearnerOptions, PolicyOptions, KeepingOptions, StreamOptions):
     """Say what this machine has, and whether a run with these options keeps up with its camera. Exit code 1: no."""
 
+    out: str | None = option(None, "the run directory, whose disk is checked [runs]")
     fps: float | None = option(None, "frames a second of the camera [what it sends, else 30]")
     json: bool = option(False, "print JSON, for machines")
 
 
-def diagnose(asked: DoctorOptions) -> Diagnosis:
-    if asked.fps is not None and not 0 < asked.fps < math.inf:
-        raise UserError(f"fps is {asked.fps:g}: use a number above 0")
-    with ExitStack() as stack:
-        stream = open_run_stream(asked)
-        config = resolved(asked, stream)
-        seen = stream.measured_fps()
-        fps = asked.fps or stream.fps or seen or 30.0
-        bar = stack.enter_context(Progress("measuring", None))
-        step = measured(config, bar, "the step as it is")
-        used = None
-        with suppress(OSError):
-            used = peak()  # before anything else is measured
-        suggestions = [] if step.ratio(fps) <= 1 else list(suggested(config, step, fps, bar))
-    return Diagnosis(
-        machine=Machine.here(Path(asked.out or "runs")),
-        source=redacted(asked.source),
-        size=_size(config),
+def diagnose(options: DoctorOptions) -> tuple[RunPlan, Diagnosis]:
+    """Measure a step of the run that is asked for; `suggest` says what to change if it does not keep up."""
+    if options.fps is not None and not 0 < options.fps < math.inf:
+        raise UserError(f"fps is {options.fps:g}: use a number above 0")
+    asked = as_run(options)
+    stream = open_run_stream(asked)
+    plan = resolve(asked, stream)
+    seen = stream.measured_fps()
+    fps = options.fps or stream.fps or seen or 30.0
+    step = measure(plan, "a step of this run")
+    return plan, Diagnosis(
+        machine=Machine.here(Path(options.out or "runs")),
+        source=redacted(options.source),
+        size=plan.size,
         fps=fps,
         step=step,
-        peak=used,
-        checkpoint_hours=checkpoint_hours(config, step, fps),
-        suggestions=suggestions,
+        peak=predicted_peak(plan),
+        checkpoint_hours=checkpoint_hours(plan, step, fps),
     )
 
 
-def measured(config: RunOptions, bar: Progress, what: str, training: float | None = None, n_steps: int = 3) -> Measured:
-    """A few steps on noise, in the state of a run that has gone on for a while.
+def measure(plan: RunPlan, what: str, training: float | None = None) -> Measured:
+    """The time of a step on noise, in the state of a run that has gone on for a while.
 
-    training: its seconds, where they are known already; then the images are only scored.
+    A few images are measured first, then as many as `STEPS_SECONDS` allow; the rest is scaled.
+    training: its seconds if they are known already; then the images are only scored.
     """
-    assert config.segment is not None
-    bar.advance(0, what)
-    learner, generator = make_learner(config), torch.Generator().manual_seed(config.seed)
+    with Progress(f"measuring {what}", None) as bar:
+        learner = make_learner(plan)
+        if learner.memory is not None:
+            learner.fit((plan.segment, 3, plan.size, plan.size))
+        learner.buffer.replace(
+            learner.buffer.pool(_noise(plan, plan.buffer)), torch.arange(plan.buffer, device=learner.device)
+        )
+        n_bytes = _n_bytes(learner.state_dict(copy=False))
+        whole = max(plan.buffer, plan.segment, plan.batch)
+        n = min(whole, N_FIRST_IMAGES)
+        steps = _timed(_part(plan, n / whole), learner, training, 1, bar)
+        affordable = int(n * STEPS_SECONDS / max(1e-9, sum(steps[0])))
+        if n < whole and affordable >= 2 * n:
+            n = min(whole, affordable)
+            steps = _timed(_part(plan, n / whole), learner, training, N_STEPS, bar)
+    part = _part(plan, n / whole)
+    scoring, trained = (median(times) for times in zip(*steps, strict=True))
+    scoring *= (plan.buffer + plan.segment) / (part.buffer + part.segment)
+    trained = trained * plan.batch / part.batch if training is None else training
+    return Measured(scoring, trained, plan.segment, n_bytes, n, whole)
 
-    def noise(n: int) -> Tensor:
-        return torch.randint(256, (n, 3, _size(config), _size(config)), dtype=torch.uint8, generator=generator)
+
+def _part(plan: RunPlan, share: float) -> RunPlan:
+    """The same with fewer images in everything."""
+    buffer, batch, segment = (max(2, round(share * n)) for n in (plan.buffer, plan.batch, plan.segment))
+    if share == 1:
+        return plan
+    return replace(plan, buffer=buffer, batch=min(batch, buffer), segment=segment)
+
+
+def _timed(
+    plan: RunPlan, whole: Learner, training: float | None, n_steps: int, bar: Progress
+) -> list[tuple[float, float]]:
+    """Seconds of scoring and training in some steps. whole: the learner of the run, whose chunks are used."""
+    learner = make_learner(plan)
+    learner.plan, learner.model.pixels_at_once = whole.plan, whole.model.pixels_at_once
 
     def step() -> tuple[float, float]:
-        assert config.segment is not None
-        images = noise(config.segment)
+        images = _noise(plan, plan.segment)
+        bar.advance(1, f"{len(images)} images")
         if training is None:
             made = learner.learn_many(images)
             return made.seconds_scoring, made.seconds_training
         started = time.perf_counter()
         pool = learner.buffer.pool(images)
-        learner.buffer.replace(pool, learner.policy.keep(pool, config.buffer, learner.model))
-        return time.perf_counter() - started, training
+        learner.buffer.replace(pool, learner.policy.keep(pool, plan.buffer, learner.model))
+        return time.perf_counter() - started, 0.0
 
-    pool = learner.buffer.pool(noise(config.buffer))
-    learner.buffer.replace(pool, torch.arange(config.buffer, device=learner.device))
+    learner.buffer.replace(
+        learner.buffer.pool(_noise(plan, plan.buffer)), torch.arange(plan.buffer, device=learner.device)
+    )
     step()  # the first loads and compiles
     ages = learner.buffer.ages
     ages.copy_(torch.arange(len(ages)))  # of all ages, so that lazy scoring has its share to do in each step
     steps: list[tuple[float, float]] = []
-    while len(steps) < n_steps and sum(map(sum, steps)) < MOST_SECONDS:
+    while len(steps) < n_steps and sum(map(sum, steps)) < STEPS_SECONDS:
         steps.append(step())
-    bar.advance(1, what)
-    scoring, trained = (median(times) for times in zip(*steps, strict=True))
-    return Measured(scoring, trained, config.segment, _n_bytes(learner.state_dict(copy=False)))
+    return steps
 
 
-MOST_SECONDS = 10.0  # after which no further step is begun
+def _noise(plan: RunPlan, n: int) -> Tensor:
+    generator = torch.Generator().manual_seed(plan.seed)
+    return torch.randint(256, (n, 3, plan.size, plan.size), dtype=torch.uint8, generator=generator)
 
 
-def suggested(config: RunOptions, step: Measured, fps: float, bar: Progress) -> Iterator[Suggestion]:
-    """What makes a run keep up, the least loss first; each was measured, and what does not help is not told."""
-    assert config.segment is not None
-    takes_lazy = "rescore_every" in policy_options(config.policy)
-    lazy = config.rescore_every or int(split(config.policy)[1].get("rescore_every", "1"))
-    least_size = 64 if config.stem == "imagenet" else 16  # below 64 px the stem would be another
+def predicted_peak(plan: RunPlan) -> int | None:
+    """Bytes of memory that the process of the run takes; None if that is not known for this model or device."""
+    with suppress(UserError):
+        learner = make_learner(replace(plan, memory=plan.memory or "1024G"))
+        return learner.fit((plan.segment, 3, plan.size, plan.size)).peak
+    return None
+
+
+def suggest(plan: RunPlan, step: Measured, fps: float) -> Iterator[Suggestion]:
+    """Changes that make a run keep up, the mildest first. Each is measured; one that does not help is left out."""
+    takes_lazy = "rescore_every" in policy_options(plan.policy)
+    lazy = plan.rescore_every or int(split(plan.policy)[1].get("rescore_every", "1"))
+    least_size = 64 if plan.stem == "imagenet" else 16  # below 64 px the stem would be another
     for name, values in (
         ("rescore_every", [50] if takes_lazy and lazy < 50 else []),
-        ("width", _halved(config.width, 8)),
-        ("size", _halved(_size(config), least_size)),
+        ("width", _halved(plan.width, 8)),
+        ("size", _halved(plan.size, least_size)),
     ):
-        yield from _first_that_keeps_up(config, name, values, step, fps, bar)
+        yield from _first_that_keeps_up(plan, name, values, step, fps)
     possible, every = step.n_frames / step.seconds, math.ceil(step.ratio(fps))
     how = f"fps={int(possible)} or every={every}" if possible >= 1 else f"every={every}"
     used = int(possible) if possible >= 1 else fps / every
     yield Suggestion(f"fewer frames, with {how} in the source", step.seconds, step.ratio(used))
-    yield from _first_that_keeps_up(config, "segment", [config.segment * n for n in (2, 4, 8)], step, fps, bar)
+    yield from _first_that_keeps_up(plan, "segment", [plan.segment * n for n in (2, 4, 8)], step, fps)
 
 
 def _first_that_keeps_up(
-    config: RunOptions, name: str, values: list[int], step: Measured, fps: float, bar: Progress
+    plan: RunPlan, name: str, values: list[int], step: Measured, fps: float
 ) -> Iterator[Suggestion]:
     """The mildest value that keeps up, or the last that still helped."""
     best, ratio = None, step.ratio(fps)
@@ -126,8 +165,8 @@ def _first_that_keeps_up(
         change = f"--{name.replace('_', '-')} {value}"
         changed: dict[str, Any] = {name: value}
         try:
-            other = measured(replace(config, **changed), bar, change, training, n_steps=2)
-        except UserError:  # this one cannot be, for instance within --memory
+            other = measure(replace(plan, **changed), change, training)
+        except UserError:  # not possible, for instance within --memory
             break
         if other.ratio(fps) > 0.95 * ratio:
             break
@@ -139,13 +178,13 @@ def _first_that_keeps_up(
         yield best
 
 
-def checkpoint_hours(config: RunOptions, step: Measured, fps: float) -> float | None:
-    """Between two checkpoints: what the run's pace makes of its options."""
+def checkpoint_hours(plan: RunPlan, step: Measured, fps: float) -> float | None:
+    """Hours between two checkpoints, as the run paces them."""
     waits = []
-    if config.checkpoint_minutes:
-        waits.append(max(config.checkpoint_minutes / 60, step.checkpoint / MAX_BYTES_PER_HOUR))
-    if config.checkpoint_steps:
-        waits.append(config.checkpoint_steps * max(step.seconds, step.n_frames / fps) / 3600)
+    if plan.checkpoint_minutes:
+        waits.append(max(plan.checkpoint_minutes / 60, step.checkpoint / MAX_BYTES_PER_HOUR))
+    if plan.checkpoint_steps:
+        waits.append(plan.checkpoint_steps * max(step.seconds, step.n_frames / fps) / 3600)
     return min(waits, default=None)
 
 
@@ -156,12 +195,9 @@ def _halved(value: int, least: int) -> list[int]:
     return values
 
 
-def _size(config: RunOptions) -> int:
-    assert config.size is not None
-    return config.size
-
-
 def _n_bytes(tree: Any) -> int:
+    """Of all tensors in a state."""
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
-    return sum(map(_n_bytes, tree.values())) if isinstance(tree, dict) else 0
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_n_bytes, parts))

@@ -12,19 +12,21 @@ from streamclr.runs.doctor.machine import GIB, Machine
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of a configuration, as this machine made them just now."""
+    """A step of a run, as this machine made it just now."""
 
     scoring: float  # seconds, median
     training: float
     n_frames: int  # of one step
     checkpoint: int  # bytes
+    n_measured: int = 1  # images of the measurement, the times scaled from them to those of a step
+    n_images: int = 1
 
     @property
     def seconds(self) -> float:
         return self.scoring + self.training
 
     def ratio(self, fps: float) -> float:
-        """Seconds of a step for each second in which its frames come; up to 1 it keeps up."""
+        """Seconds of a step for each second in which its frames arrive; up to 1 it keeps up."""
         return self.seconds * fps / self.n_frames
 
 
@@ -34,6 +36,10 @@ class Suggestion:
     seconds: float  # of a step
     ratio: float
 
+    def __str__(self) -> str:
+        does = "keeps up" if self.ratio <= 1 else "better, but still too slow"
+        return f"{self.change}: a step takes {_seconds(self.seconds)}, {does}"
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -42,9 +48,8 @@ class Diagnosis:
     size: int
     fps: float
     step: Measured
-    peak: int | None  # bytes of memory; None: this system does not tell
+    peak: int | None  # bytes of memory, predicted; None: not known
     checkpoint_hours: float | None  # between two checkpoints; None: only the last
-    suggestions: list[Suggestion]
 
     @property
     def ratio(self) -> float:
@@ -75,27 +80,22 @@ class Diagnosis:
         return asdict(self) | {name: getattr(self, name) for name in names}
 
     def rows(self) -> list[tuple[str, str]]:
-        """A name and what is to be said of it."""
+        """A name and what is said about it; the verdict last."""
         step = self.step
-        parts = f"scoring {_seconds(step.scoring)}, training {_seconds(step.training)}"
-        has = f"{_seconds(step.n_frames / self.fps)} in which its frames come at {self.fps:g} a second"
-        verdict = f"a step takes {self.ratio:.2f} of the {has}"
+        some = f", measured on {step.n_measured} of {step.n_images} images" if step.n_measured < step.n_images else ""
+        arrive = f"{step.n_frames} frames arrive every {_seconds(step.n_frames / self.fps)}"
+        verdict = f"{arrive}, a step takes {_seconds(step.seconds)}"
         rows = [
             *self.machine.rows(),
-            ("source", f"{self.source}, {self.size}x{self.size} px"),
-            ("step", f"{step.n_frames} images in {_seconds(step.seconds)}: {parts}"),
-            ("peak", "not told by this system" if self.peak is None else f"{self.peak / MIB:.0f} MiB of memory"),
+            ("source", f"{self.source}, {self.size}x{self.size} px, {self.fps:g} frames a second"),
+            ("step", f"scoring {_seconds(step.scoring)}, training {_seconds(step.training)}{some}"),
+            ("peak", "not known for this model" if self.peak is None else f"about {self.peak / MIB:.0f} MiB of memory"),
             ("checkpoint", self._checkpoint()),
-            ("keeps up", f"{'yes' if self.keeps_up else 'no'}: {verdict}"),
+            ("verdict", f"{'keeps up' if self.keeps_up else 'too slow'}: {verdict}"),
         ]
         if not self.keeps_up:
             lost = self.fps * (1 - 1 / self.ratio)
-            daily = f"{lost * 86400:,.0f} a day"
-            rows.append(("as it is", f"{lost:,.1f} of {self.fps:g} frames a second are passed over, {daily}"))
-        for number, suggestion in enumerate(self.suggestions, 1):
-            does = "keeps up" if suggestion.ratio <= 1 else "better, not enough"
-            figure = f"{suggestion.ratio:.2f}, a step of {_seconds(suggestion.seconds)}"
-            rows.append((f"change {number}", f"{suggestion.change}: {figure}, {does}"))
+            rows.append(("skipped", f"{lost:,.1f} of {self.fps:g} frames a second, {lost * 86400:,.0f} a day"))
         return rows
 
     def _checkpoint(self) -> str:
@@ -103,11 +103,11 @@ class Diagnosis:
         how = "only at the end"
         if self.checkpoint_hours:
             minutes, hourly = 60 * self.checkpoint_hours, self.bytes_an_hour / GIB
-            how = f"one in {minutes:.3g} minutes is {hourly:.2g} GiB an hour of 1 at most"
+            how = f"one every {minutes:.3g} minutes, {hourly:.2g} GiB an hour"
         if self.bytes_an_hour > 1.001 * MAX_BYTES_PER_HOUR:
-            how += ", too much for a memory card: use a larger --checkpoint-steps"
+            how += " (more than 1 wears out a memory card: use a larger --checkpoint-steps)"
         if not self.fits_on_disk:
-            how += f"; {self._disk_needed / MIB:,.0f} MiB are needed and the disk has less: make room"
+            how += f"; they need {self._disk_needed / MIB:,.0f} MiB, and the disk has less: free some space"
         return f"{size}, {how}"
 
 

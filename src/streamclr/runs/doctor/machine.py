@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from streamclr.base.cache import cache_dir as data_dir
+from streamclr.base.machine import cpu_name, read_text
 from streamclr.streams.datasets.registry import DATASETS, is_at, is_cached
 
 EXTRAS = {"video": "av"}  # as pip calls them, and the package that each brings
@@ -39,12 +40,12 @@ class Machine:
 
     @classmethod
     def here(cls, run_directory: Path, root: Path = Path("/")) -> "Machine":
-        """root: where the system's own files are, which tests make up."""
+        """root: of the system's own files; tests make up theirs."""
         memory, limit = _meminfo(root), _least_number(root, "memory", ("memory.max", "memory.limit_in_bytes"))
         total = memory.get("MemTotal")
         place = next(path for path in (run_directory, *run_directory.absolute().parents) if path.is_dir())
         return cls(
-            processor=_processor(root),
+            processor=cpu_name(root),
             n_cores=min(_affinity(), _cpu_quota(root)),
             n_cores_present=os.cpu_count() or 1,
             memory=total,
@@ -61,9 +62,9 @@ class Machine:
         )
 
     def rows(self) -> list[tuple[str, str]]:
-        """A name and what is to be said of it."""
+        """A name and what is said about it."""
         cores = f"{self.n_cores:g} of {self.n_cores_present} cores"
-        memory = "not told by this system" if self.memory is None else f"{self.memory / GIB:.1f} GiB"
+        memory = "unknown on this system" if self.memory is None else f"{self.memory / GIB:.1f} GiB"
         if self.memory_available is not None:
             memory += f", {self.memory_available / GIB:.1f} GiB available"
         if self.memory_limit is not None:
@@ -93,16 +94,10 @@ def _affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _processor(root: Path) -> str:
-    board = _read(root / "proc/device-tree/model").strip("\0\n ")  # a Raspberry Pi or a Jetson says here what it is
-    names = re.findall(r"^model name\s*:\s*(\S.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return ", ".join([board] * bool(board) + names[:1]) or platform.processor() or platform.machine()
-
-
 def _meminfo(root: Path) -> dict[str, int]:
     return {
         name: 1024 * int(n)
-        for name, n in re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+        for name, n in re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo"), re.MULTILINE)
     }
 
 
@@ -110,21 +105,21 @@ def _cpu_quota(root: Path) -> float:
     """Cores' worth of time that the cgroups allow."""
     quotas = [math.inf]
     for group in _cgroups(root, "cpu"):
-        limits = _read(group / "cpu.max").split()  # version 2: quota and period, or "max"
-        limits = limits or [_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        limits = read_text(group / "cpu.max").split()  # version 2: quota and period, or "max"
+        limits = limits or [read_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(limits) == 2 and all(limit.isdecimal() for limit in limits) and int(limits[1]):
             quotas.append(int(limits[0]) / int(limits[1]))
     return min(quotas)
 
 
 def _least_number(root: Path, controller: str, files: tuple[str, ...]) -> float:
-    found = [_read(group / file).strip() for group in _cgroups(root, controller) for file in files]
+    found = [read_text(group / file).strip() for group in _cgroups(root, controller) for file in files]
     return min([float(text) for text in found if text.isdecimal()], default=math.inf)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """This process's cgroup and those above it, of version 1 and 2: the tightest of their limits counts."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / (controller if controllers else "")
@@ -134,7 +129,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 def _cameras(root: Path) -> dict[str, str]:
     devices = sorted((root / "dev").glob("video*"), key=lambda path: (len(path.name), path.name))
-    names = {device: _read(root / f"sys/class/video4linux/{device.name}/name").strip() for device in devices}
+    names = {device: read_text(root / f"sys/class/video4linux/{device.name}/name").strip() for device in devices}
     return {f"/dev/{device.name}": name or "no name" for device, name in names.items()}
 
 
@@ -142,10 +137,3 @@ def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)
     return None
-
-
-def _read(path: Path) -> str:
-    """What a file of the system says; nothing if this system has no such file."""
-    with suppress(OSError):
-        return path.read_text("utf-8", errors="replace")
-    return ""
