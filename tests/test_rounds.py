@@ -50,7 +50,7 @@ def test_started_again_it_goes_on_after_the_last_round(tmp_path):
 
 
 def test_a_directory_is_for_one_fleet_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("streamclr.fleet.rounds.PATIENCE", 0.2)
+    monkeypatch.setattr("streamclr.fleet.rounds.LOCK_SECONDS", 0.2)
     first = opened(tmp_path)
     with pytest.raises(UserError, match="another fleet is at work in"):
         opened(tmp_path)
