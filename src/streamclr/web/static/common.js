@@ -145,7 +145,7 @@ export const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1
 const SMALL = 160; // pixels; pictures up to this width are enlarged with visible pixels, not blurred
 const MOST_PICTURES = 500;
 
-// It asks again if it does not arrive: a browser would leave it broken for good.
+// Loads again after a failure: a browser would leave it broken.
 export function picture(path) {
   const image = el("img", { src: path, alt: "", draggable: "false" });
   let wait = 1;
@@ -174,11 +174,11 @@ export class Pictures {
   }
 }
 
-// Answers on their way to the disk of the server: sent in order, one at a time, each until it is acknowledged. They
-// wait in the browser's storage, each under a key of its own: two tabs of one run do not overwrite each other's.
+// Answers that the server has not saved yet: sent in order, one at a time, each until it is acknowledged. They wait
+// in localStorage, each under its own key, so that two tabs do not overwrite each other's.
 export class Outbox {
-  // base: path of the run. changed(): something entered, left or failed. taken(state, entry): acknowledged.
-  // refused(problem, entry): will never be.
+  // base: path of the run. changed(): an entry was added, removed or failed. taken(state, entry): acknowledged.
+  // refused(problem, entry): rejected for good.
   constructor(base, { changed, taken, refused }) {
     Object.assign(this, { base, changed, taken, refused, trouble: null, n: 0, version: 0, isBusy: false });
     this.prefix = `answer.${base}/`;
@@ -231,7 +231,7 @@ export class Outbox {
     remember(entry.key, null);
   }
 
-  // The undo that waits for this answer: without the answer it would take back an older one.
+  // The queued undo of this answer: without the answer it would undo an older one.
   undoOf(answer) {
     let depth = 0;
     for (const entry of answer.path === "/labels" ? this.entries.slice(1) : []) {
@@ -241,7 +241,7 @@ export class Outbox {
     return null;
   }
 
-  // Tasks that are answered, as far as this page knows, and the server does not know yet.
+  // Tasks that are answered on this page but not yet on the server.
   tasks() {
     const stack = [];
     for (const { path, body } of this.entries) {
