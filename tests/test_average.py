@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamclr import UserError
-from streamclr.fleet.average import FAR, Average, Update, exchanged, is_statistic
+from streamclr.fleet.average import MAX_LENGTH_RATIO, Average, Update, exchanged, is_statistic
 
 START = {"a": torch.zeros(3, 2), "bn.running_mean": torch.zeros(2), "bn.running_var": torch.ones(2)}
 
@@ -47,7 +47,7 @@ def test_the_mean_lies_between_the_updates_and_does_not_depend_on_their_order(gi
         (update("bad", a=torch.zeros(3, 2).double()), "weights of another model"),
         (update("bad", more=torch.zeros(1)), "weights of another model"),
         (update("bad", n=0), "no images"),
-        (update("bad", 1.01 * FAR), "too far from the others"),
+        (update("bad", 1.01 * MAX_LENGTH_RATIO), "too far from the others"),
         (update("bad", **{"bn.running_mean": torch.full((2,), 100.0)}), "too far from the others"),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_broken_or_poisoned_update_is_refused_and_changes_nothing(bad, why):
     sound, average = [update(str(i)) for i in range(3)], Average(START)
     done = average.take([*sound, bad], n_asked=4)
     assert done.refused == {"bad": why}
-    assert f"1 refused: {why}" in str(done)
+    assert f"1 rejected: {why}" in str(done)
     without = Average(START)
     without.take(sound)
     assert all(torch.equal(average.weights[name], without.weights[name]) for name in START)
@@ -65,7 +65,7 @@ def test_with_too_few_for_a_median_the_rounds_before_say_what_is_far():
     average = Average(START)
     average.take([update("1"), update("2"), update("3")])
     moved = {name: tensor.clone() for name, tensor in average.weights.items()}
-    far = Update("4", {n: t + (1.1 * FAR if n == "a" else 0.0) for n, t in moved.items()}, 10)
+    far = Update("4", {n: t + (1.1 * MAX_LENGTH_RATIO if n == "a" else 0.0) for n, t in moved.items()}, 10)
     assert average.take([far]).refused == {"4": "too far from the others"}
     assert torch.equal(average.weights["a"], moved["a"])
 

@@ -130,7 +130,7 @@ def test_neither_scale_nor_offset_of_a_feature_nor_a_constant_one_matters():
 
 
 def test_of_too_many_rows_a_draw_is_asked_about_first(monkeypatch):
-    monkeypatch.setattr(choice, "N_MOST", 32)
+    monkeypatch.setattr(choice, "MAX_ROWS", 32)
     features, corner = blobs([30, 40, 50])
     order = asking_order(features, 120)
     assert sorted(corner[order[:3]].tolist()) == [0, 1, 2]
@@ -161,7 +161,7 @@ def test_degenerate_features(features):
 def test_what_cannot_be_asked_is_refused():
     with pytest.raises(UserError, match="finite"):
         asking_order(torch.tensor([[torch.nan, 1.0]]), 1)
-    with pytest.raises(UserError, match="a row for each image"):
+    with pytest.raises(UserError, match="one row of finite numbers per image"):
         asking_order(torch.ones(3), 1)
     for n in (-1, 4):
         with pytest.raises(UserError, match="use 0 to 3"):

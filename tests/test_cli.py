@@ -99,7 +99,7 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
     assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["class"] in ("0", "1")
     assert main(["label", "export", "r", "l.csv"]) == 2
-    assert capsys.readouterr().err == "streamclr: l.csv exists already: give another name, nothing is overwritten\n"
+    assert capsys.readouterr().err == "streamclr: l.csv exists already and is not overwritten: give another name\n"
     for name in ("results.json", "model.safetensors", "classifier.safetensors"):
         (tmp_path / name).rename(tmp_path / "r" / name)
     assert main(["predict", "r", "--source", folder]) == 2

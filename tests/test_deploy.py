@@ -124,7 +124,7 @@ def kill_with_all_below(process):
 def test_two_devices_do_a_round_and_a_stranger_is_turned_away(tmp_path):
     with placed(tmp_path) as place:
         server = place.serve("--rounds", 1, "--patience", 1000)
-        place.wait_for_words("server", "is served")
+        place.wait_for_words("server", "serving the fleet on")
         place.device(1)
         place.device(9, key="others/device-0001")
         place.wait_for_words("device9", "does not know this device's key")
@@ -176,18 +176,18 @@ def test_a_fleet_on_loopback(tmp_path):
         n_rounds = len(place.rounds())
         place.serve("--rounds", n_rounds + 2)  # and the devices find it again by themselves
         place.wait("round after the server's return", lambda line: line["number"] > n_rounds)
-        assert "going on after round" in place.log("server")
+        assert "continuing after round" in place.log("server")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": None}, "no --keys"),
+        ({"keys": None}, "--keys is missing"),
         ({"keys": "nowhere"}, "has no ca.crt"),
         ({"port": 0}, "port is 0"),
         ({"rounds": 0}, "rounds is 0"),
         ({"statistics": "mine"}, "--statistics is 'mine'"),
-        ({"host": "192.0.2.1"}, "cannot listen at 192.0.2.1"),
+        ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(tmp_path, change, message):
@@ -200,7 +200,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": None}, "no --key"),
+        ({"key": None}, "--key is missing"),
         ({"ca": "nowhere"}, "no file nowhere"),
         ({"insecure": True}, "use --insecure alone"),
         ({"server": "host"}, "use host:port"),

@@ -337,65 +337,65 @@ CAT = annotation(1, "cat")
 A, B, UNKNOWN = "A" * 32, "B" * 32, "f" * 32  # A and B stand for keys of questions
 BAD_TASKS = {
     "unknown key": (lines(task(A, CAT), task(UNKNOWN, CAT)), "line 3: no question 'ffff"),
-    "two answers": (lines(task(A, CAT), task(B, CAT), task(A, CAT)), "line 4: .* has an answer in line 2 already"),
-    "the same twice in one line": (json.dumps([task(A, CAT)] * 2), "line 1: .* has an answer in line 1 already"),
-    "bad JSON": (lines(task(A, CAT), '{"data": {"key": nonsense}}'), "line 3: no JSON"),
-    "bad JSON within a task": ('[\n{\n"data":\n{"key": "x",\n,}}]', "line 5: no JSON"),
-    "a string over two lines": (lines(task(A, CAT), '{"data": "a\nb"}'), "line 3: no JSON"),
-    "no comma": (lines(task(A, CAT)).replace("\n]", "\n{}]"), "line 3: no list of tasks"),
-    "cut within a task": (lines(task(A, CAT), task(B, CAT))[:-30], "line 3: no JSON"),
-    "cut after a task": (lines(task(A, CAT), task(B, CAT))[:-3], "line 3: no list of tasks"),
-    "cut after a comma": (lines(task(A, CAT)).rstrip("\n]") + ",\n", "line 3: no JSON"),
-    "empty": ("", "line 1: no list of tasks"),
-    "blank": ("\n \n", "line 3: no list of tasks"),
-    "no list": (json.dumps(task(A, CAT)), "line 1: no list of tasks"),
-    "two lists": (lines(task(A, CAT)) + lines(task(B, CAT)), "line 4: more than one list"),
-    "an empty list and more": ("[]\n[]", "line 2: more than one list"),
-    "no task": (lines(task(A, CAT), [1, 2]), "line 3: no task of this export"),
-    "a number": (lines(task(A, CAT), 12), "line 3: no task of this export"),
-    "no key": (lines(task(A, CAT), {"data": {"image": "x"}}), "line 3: no task of this export"),
-    "a key that is none": (lines(task(["x"], CAT)), "line 2: no task of this export"),
-    "annotations that are none": (lines(task(A, CAT), task(B, "cat")), "line 3: no task of this export"),
-    "JSON-MIN": (json.dumps([{"image": "x", "label": "cat", "id": 1}]), "line 1: no task of this export"),
+    "two answers": (lines(task(A, CAT), task(B, CAT), task(A, CAT)), "line 4: .* already has an answer in line 2"),
+    "the same twice in one line": (json.dumps([task(A, CAT)] * 2), "line 1: .* already has an answer in line 1"),
+    "bad JSON": (lines(task(A, CAT), '{"data": {"key": nonsense}}'), "line 3: not JSON"),
+    "bad JSON within a task": ('[\n{\n"data":\n{"key": "x",\n,}}]', "line 5: not JSON"),
+    "a string over two lines": (lines(task(A, CAT), '{"data": "a\nb"}'), "line 3: not JSON"),
+    "no comma": (lines(task(A, CAT)).replace("\n]", "\n{}]"), "line 3: not a JSON list of tasks"),
+    "cut within a task": (lines(task(A, CAT), task(B, CAT))[:-30], "line 3: not JSON"),
+    "cut after a task": (lines(task(A, CAT), task(B, CAT))[:-3], "line 3: not a JSON list of tasks"),
+    "cut after a comma": (lines(task(A, CAT)).rstrip("\n]") + ",\n", "line 3: not JSON"),
+    "empty": ("", "line 1: not a JSON list of tasks"),
+    "blank": ("\n \n", "line 3: not a JSON list of tasks"),
+    "no list": (json.dumps(task(A, CAT)), "line 1: not a JSON list of tasks"),
+    "two lists": (lines(task(A, CAT)) + lines(task(B, CAT)), "line 4: text after the list of tasks"),
+    "an empty list and more": ("[]\n[]", "line 2: text after the list of tasks"),
+    "no task": (lines(task(A, CAT), [1, 2]), "line 3: not a task of this export"),
+    "a number": (lines(task(A, CAT), 12), "line 3: not a task of this export"),
+    "no key": (lines(task(A, CAT), {"data": {"image": "x"}}), "line 3: not a task of this export"),
+    "a key that is none": (lines(task(["x"], CAT)), "line 2: not a task of this export"),
+    "annotations that are none": (lines(task(A, CAT), task(B, "cat")), "line 3: not a task of this export"),
+    "JSON-MIN": (json.dumps([{"image": "x", "label": "cat", "id": 1}]), "line 1: not a task of this export"),
     "a box": (
         lines(task(A, CAT), task(B, CAT | {"result": [{"type": "choices", "value": {"x": 1}}]})),
-        "line 3, task 7: an annotation that is no choice",
+        "line 3, task 7: the annotation is not a choice",
     ),
-    "no result": (lines(task(A, {"id": 1})), "line 2, task 7: an annotation that is no choice"),
+    "no result": (lines(task(A, {"id": 1})), "line 2, task 7: the annotation is not a choice"),
     "nothing chosen": (lines(task(A, CAT), task(B, annotation(1))), "line 3, task 7: 0 classes in one annotation"),
     "two chosen": (
         lines(task(A, CAT | {"result": CAT["result"] * 2})),
         "line 2, task 7: 2 classes in one annotation",
     ),
     "a class that is no text": (lines(task(A, annotation(1, 12))), "line 2, task 7: 1 classes in one annotation"),
-    "a long name": (lines(task(A, CAT), task(B, annotation(1, "x" * 101))), "line 3: the class name"),
-    "an empty name": (lines(task(A, CAT), task(B, annotation(1, " "))), "line 3: the class name"),
-    "half a character": (lines(task(A, annotation(1, "\ud83d"))), "line 2: the class name"),
+    "a long name": (lines(task(A, CAT), task(B, annotation(1, "x" * 101))), "line 3: class name .* not allowed"),
+    "an empty name": (lines(task(A, CAT), task(B, annotation(1, " "))), "line 3: class name .* not allowed"),
+    "half a character": (lines(task(A, annotation(1, "\ud83d"))), "line 2: class name .* not allowed"),
     "deep": ("[" * 100_000, "line 1: nested too deeply"),
     "deep in a task": (lines(task(A, CAT), '{"data":' * 100_000), "line 3: nested too deeply"),
-    "a number of 5,000 digits": (lines(task(A, CAT), "9" * 5000), "line 3: no JSON"),
+    "a number of 5,000 digits": (lines(task(A, CAT), "9" * 5000), "line 3: not JSON"),
 }
 HEADING = "key,image,arrival,answer,label,prediction,probability\n"
 ROW = f"{A},i.png,1,label,cat,,\n"
 BAD_TABLES = {
     "unknown key": (HEADING + ROW + f"{UNKNOWN},,,label,cat,,\n", "line 3: no question 'ffff"),
     "no key": (HEADING + ",,,label,cat,,\n", "line 2: no question ''"),
-    "two answers": (HEADING + ROW + ROW, "line 3: .* has an answer in line 2 already"),
+    "two answers": (HEADING + ROW + ROW, "line 3: .* already has an answer in line 2"),
     "no column of labels": (HEADING.replace("label", "class") + ROW, "line 1: no column 'label'"),
     "no column of keys": ("id,label\n1,cat\n", "line 1: no column 'key'"),
     "semicolons": (HEADING.replace(",", ";") + ROW.replace(",", ";"), "line 1: no column 'key'"),
     "empty": ("", "line 1: no column 'key'"),
-    "a kind that is none": (HEADING + f"{A},,,perhaps,,,\n", "line 2: the answer 'perhaps' is not known"),
+    "a kind that is none": (HEADING + f"{A},,,perhaps,,,\n", "line 2: unknown answer 'perhaps'"),
     "a label without a class": (HEADING + ROW + f"{B},,,label,,,\n", "line 3: a label without a class"),
     "a class without a label": (HEADING + f"{A},,,skip,cat,,\n", "line 2: a class without the answer 'label'"),
-    "a comma without quotes": (HEADING + f"{A},i.png,1,label,a,b,,\n", "line 2: more cells than the head has"),
-    "a quote that is not closed": (HEADING + ROW + f'{B},i.png,1,label,"cat,,\n', "line 3: no CSV"),
-    "text after a quote": (HEADING + f'{A},i.png,1,label,"cat"s,,\n', "line 2: no CSV"),
+    "a comma without quotes": (HEADING + f"{A},i.png,1,label,a,b,,\n", "line 2: more cells than column names"),
+    "a quote that is not closed": (HEADING + ROW + f'{B},i.png,1,label,"cat,,\n', "line 3: not CSV"),
+    "text after a quote": (HEADING + f'{A},i.png,1,label,"cat"s,,\n', "line 2: not CSV"),
     "cut within the key": (HEADING + ROW + B[:20], "line 3: the file ends within a row"),
     "cut within the class": (HEADING + ROW + f"{B},i.png,2,label,d", "line 3: the file ends within a row"),
-    "a long name": (HEADING + f"{A},,,label,{'x' * 101},,\n", "line 2: the class name"),
-    "a name with a bell": (HEADING + f"{A},,,label,a\x07b,,\n", "line 2: the class name"),
-    "a cell without an end": (HEADING + ROW + f'{B},"' + "x\n" * 100_000, "line 3: no CSV"),
+    "a long name": (HEADING + f"{A},,,label,{'x' * 101},,\n", "line 2: class name .* not allowed"),
+    "a name with a bell": (HEADING + f"{A},,,label,a\x07b,,\n", "line 2: class name .* not allowed"),
+    "a cell without an end": (HEADING + ROW + f'{B},"' + "x\n" * 100_000, "line 3: not CSV"),
 }
 
 
@@ -424,17 +424,17 @@ def test_text_that_is_not_utf_8_is_told_with_its_line(asking, tmp_path, start):
         ("l.csv", "key,label\n".encode("utf-16"), 1),
     ):
         (tmp_path / name).write_bytes(start + content)
-        with pytest.raises(UserError, match=f"line {line} is no UTF-8 text: nothing was changed"):
+        with pytest.raises(UserError, match=f"line {line}: not UTF-8 text: nothing was changed"):
             import_labels(asking, tmp_path / name)
     assert dump(asking) == before
 
 
 def test_files_that_are_none_are_said(asking, tmp_path):
     (tmp_path / "folder.csv").mkdir()
-    for name, told in (("missing.json", "cannot be read"), ("folder.csv", "cannot be read"), ("l.xlsx", "neither")):
+    for name, told in (("missing.json", "cannot read"), ("folder.csv", "cannot read"), ("l.xlsx", "no known suffix")):
         with pytest.raises(UserError, match=told):
             import_labels(asking, tmp_path / name)
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match="no known suffix"):
         export_labels(asking, tmp_path / "labels.xlsx")
     for name in ("a.xml", "b-images"):
         (tmp_path / name).touch()

@@ -63,7 +63,7 @@ def test_names_of_all_scripts(labels):
         number = labels.add_class(name)
         assert labels.classes()[number] == name
     for name in ("\u200d", "a\u202eb", "a\x07", ""):
-        with pytest.raises(UserError, match="cannot be used"):
+        with pytest.raises(UserError, match="not allowed: use 1 to 100 printable characters"):
             labels.add_class(name)
 
 
@@ -76,7 +76,7 @@ def test_a_request_that_is_sent_twice_counts_once(labels):
         labels.undo("undo-1111")
     assert {key: answer.kind for key, answer in labels.answers().items()} == {KEYS[0]: "skip"}
     assert labels.add_class("bird", "request-3") == labels.add_class("bird", "request-3") == 3
-    with pytest.raises(Conflict, match="another one"):
+    with pytest.raises(Conflict, match="used for another request"):
         labels.answer("request-1", "label", KEYS[:1], 1)
 
 
@@ -108,7 +108,7 @@ def test_classes_have_names_of_their_own(labels):
     with pytest.raises(Missing):
         labels.rename_class(7, "horse")
     for name in ("", "   ", "x" * 101, "a\x00b"):
-        with pytest.raises(UserError, match="cannot be used"):
+        with pytest.raises(UserError, match="not allowed: use 1 to 100 printable characters"):
             labels.add_class(name)
 
 
@@ -156,7 +156,7 @@ def test_many_threads_and_two_processes_at_once(labels, tmp_path):
 
 def test_a_file_that_is_none_is_said(tmp_path):
     (tmp_path / "labels.sqlite").write_bytes(b"no database at all" * 100)
-    with pytest.raises(UserError, match=r"labels\.sqlite cannot be used"):
+    with pytest.raises(UserError, match=r"cannot use .*labels\.sqlite"):
         Labels(tmp_path / "labels.sqlite")
 
 

@@ -50,9 +50,9 @@ def test_started_again_it_goes_on_after_the_last_round(tmp_path):
 
 
 def test_a_directory_is_for_one_fleet_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("streamclr.fleet.rounds.PATIENCE", 0.2)
+    monkeypatch.setattr("streamclr.fleet.rounds.LOCK_SECONDS", 0.2)
     first = opened(tmp_path)
-    with pytest.raises(UserError, match="another fleet is at work in"):
+    with pytest.raises(UserError, match="another fleet is running in"):
         opened(tmp_path)
     first.close()
     opened(tmp_path).close()
@@ -67,11 +67,11 @@ def test_a_server_without_statistics_has_no_classifier_for_use(tmp_path):
 
 def test_other_options_in_the_same_directory_are_told(tmp_path):
     opened(tmp_path)
-    with pytest.raises(UserError, match=r"other options \(slow is 0.0 there, 0.9 here\)"):
+    with pytest.raises(UserError, match=r"other options \(slow is 0.0 there and 0.9 here\)"):
         opened(tmp_path, slow=0.9)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
-    with pytest.raises(UserError, match="holds no fleet"):
+    with pytest.raises(UserError, match="is not empty and has no fleet in it"):
         Rounds(tmp_path / "other", CONFIG, OPTIONS)
     with pytest.raises(UserError, match="'mine'"):
         opened(tmp_path, statistics="mine")

@@ -1040,7 +1040,7 @@ def test_an_address_that_others_reach_is_warned_of(unserved, runs, capsys, host)
     out, err = capsys.readouterr()
     assert re.fullmatch(r"open http://\S+:\d+/\?token=[\w-]{43}\n", out)
     assert f"streamclr: {host} is reachable from other machines" in err
-    assert "nothing is encrypted" in err
+    assert "the connection is not encrypted" in err
     assert err.count("\n") == 1
 
 

@@ -167,11 +167,11 @@ def test_the_server_of_a_run_ends_with_it(run, tmp_path):
     [
         (["serve", "nowhere"], "no run directory"),
         (["serve", "{run}", "--port", "70000"], "port is 70000"),
-        (["serve", "{run}", "--host", "no.such.host.invalid"], "cannot serve"),
+        (["serve", "{run}", "--host", "no.such.host.invalid"], "cannot listen on"),
         (["serve", "{run}", "--allow-host", "evil.com:80"], "without a port"),
         (["label", "nowhere"], "no run directory"),
-        (["label", "bake", "{run}"], "cannot 'bake'"),
-        (["label", "export", "{run}"], "a run and a file"),
+        (["label", "bake", "{run}"], "no command 'label bake'"),
+        (["label", "export", "{run}"], "required: FILE (see streamclr label export --help)"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(words, said, tmp_path, capsys):

@@ -173,7 +173,7 @@ def test_a_round_does_not_wait_for_the_slowest(monkeypatch, flower):
 def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower, capsys):
     from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 
-    from streamclr.fleet.strategy import WHOLE, Fleet, as_record
+    from streamclr.fleet.strategy import ARRAY, Fleet, as_record
 
     config = RunOptions(width=1, stem="small", size=8)
     options = RoundsOptions(round_images=16)
@@ -182,8 +182,8 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
     metrics = MetricRecord({"num-examples": 16, "loss": 2.0})
     other = ArrayRecord({"encoder.conv1.weight": torch.zeros(1)})
     good = as_record({name: tensor + 0.01 for name, tensor in rounds.average.weights.items()})
-    half = good[WHOLE].data[: len(good[WHOLE].data) // 2]
-    garbage = ArrayRecord({WHOLE: Array("uint8", (len(half),), "safetensors", half)})
+    half = good[ARRAY].data[: len(good[ARRAY].data) // 2]
+    garbage = ArrayRecord({ARRAY: Array("uint8", (len(half),), "safetensors", half)})
 
     def reply(device, content):
         message = Message(RecordDict(), dst_node_id=device, message_type="train")
@@ -197,14 +197,14 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
         reply(3, RecordDict({"arrays": good})),
         reply(4, Error(0, "no camera\nand more")),
         reply(5, RecordDict({"arrays": other, "metrics": metrics})),
-        reply(6, RecordDict({"arrays": MetricRecord({WHOLE: 1}), "metrics": metrics})),
+        reply(6, RecordDict({"arrays": MetricRecord({ARRAY: 1}), "metrics": metrics})),
     ]
     fleet.aggregate_train(1, replies)
     (line,) = read_rounds(tmp_path / "server")
     assert line["taken"] == ["1"]
     assert set(line["failed"]) == {"2", "3", "4", "5", "6"}
     assert line["failed"]["4"] == "no camera"
-    told = [reply(4, Error(0, "no disk")), reply(6, RecordDict({"features": MetricRecord({WHOLE: 1})}))]
+    told = [reply(4, Error(0, "no disk")), reply(6, RecordDict({"features": MetricRecord({ARRAY: 1})}))]
     fleet.aggregate_evaluate(1, told)
     assert "device 4 sent no labels: no disk" in capsys.readouterr().err
     assert rounds.refused["labels"] == 1

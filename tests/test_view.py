@@ -15,7 +15,7 @@ from streamclr.base.tensors import save_tensors
 from streamclr.learner import Step
 from streamclr.web import view
 from streamclr.web.site import Site
-from streamclr.web.view import MOST_POINTS, JournalTail, RunView, columns, find_runs, thinned
+from streamclr.web.view import MAX_POINTS, JournalTail, RunView, columns, find_runs, thinned
 from support.runs import run_plan
 
 
@@ -70,13 +70,13 @@ def test_weeks_of_steps_are_thinned_to_what_a_chart_shows(run, monkeypatch):
     file.write_text("".join(map(line, range(1, 8001))))
     whole = JournalTail(file)
     whole.read()
-    monkeypatch.setattr(view, "WHOLE", 2**16)  # as if this were gigabytes
+    monkeypatch.setattr(view, "MAX_JOURNAL_BYTES", 2**16)  # as if this were gigabytes
     sampled = JournalTail(file)
     sampled.read()
     for journal in (whole, sampled):
         assert journal.last["number"] == 8000
         steps = [point["step"] for point in thinned(journal.points)]
-        assert MOST_POINTS / 3 < len(steps) <= MOST_POINTS
+        assert MAX_POINTS / 3 < len(steps) <= MAX_POINTS
         assert steps == sorted(set(steps))
         assert steps[0] < 20
         assert steps[-1] > 7900
@@ -166,7 +166,7 @@ def test_one_run_hides_no_other(run, tmp_path, capsys):
     site._find_runs()
     site._find_runs()
     assert {view.name for view in site.views.values()} == {"run", "one", "empty"}
-    assert capsys.readouterr().err.count("left out: broken") == 1
+    assert capsys.readouterr().err.count("cannot read broken, left out: ") == 1
     assert all(site._news(number) is not None for number in site.views)
     write_json(tmp_path / "some" / "broken" / "config.json", dataclasses.asdict(run_plan(source="synthetic:")))
     site._find_runs()

@@ -52,10 +52,10 @@ def test_an_empty_buffer_is_no_picture(tmp_path):
 @pytest.mark.parametrize(
     ("policy", "scored", "guards", "why"),
     [
-        ("contrast", True, {}, "score 0.250, the lowest that stayed 0.500"),
-        ("contrast", True, {"0": "blank"}, "hidden by the guard against blank frames"),
-        ("fifo", False, {}, "the oldest made room"),
-        ("own", False, {}, "others were preferred"),
+        ("contrast", True, {}, "score 0.250; lowest score kept 0.500"),
+        ("contrast", True, {"0": "blank"}, "removed by the guard against blank frames"),
+        ("fifo", False, {}, "it was the oldest"),
+        ("own", False, {}, "the policy preferred other images"),
     ],
 )
 def test_why_an_image_left(tmp_path, policy, scored, guards, why):

@@ -1,4 +1,4 @@
-"""Cells of CSV files that are safe in a spreadsheet, which takes some text for a formula."""
+"""CSV cells that are safe in a spreadsheet, which would run some text as a formula."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ LIKE_FORMULAS = ("=", "+", "-", "@", "'")
 
 
 def written(value: Any) -> Any:
-    """With an apostrophe in front of text that begins like a formula, or like such an apostrophe."""
+    """The value for the file: text that begins like a formula, or with an apostrophe, gets an apostrophe in front."""
     return f"'{value}" if isinstance(value, str) and value.startswith(LIKE_FORMULAS) else value
 
 
 def read(cell: str) -> str:
-    """What `written` was given."""
+    """The text that was given to `written`."""
     cell = cell.strip()
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(LIKE_FORMULAS) else cell

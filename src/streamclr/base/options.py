@@ -1,4 +1,4 @@
-"""Names with options, `cifar10?stc=500&seed=1`, as sources and policies are written in one string."""
+"""Names with options in one string, such as `cifar10?stc=500&seed=1`, and fields of command-line options."""
 
 import difflib
 import inspect
@@ -26,20 +26,20 @@ def split(text: str) -> tuple[str, dict[str, str]]:
 
 
 def build(function: Callable[..., T], options: dict[str, Any], what: str, *args: Any) -> T:
-    """Call `function` with options, text converted to the annotated types; what it does not take is an error."""
+    """Call `function` with options, converting text to the annotated types. Unknown options are an error."""
     target = function.func if isinstance(function, partial) else function
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     taken = list(inspect.signature(function).parameters)[len(args) :]
     converted = {}
     for name, value in options.items():
         if name not in taken:
-            raise UserError(f"{what} has no option {name!r}: {one_of(name, taken) if taken else 'it takes none'}")
+            raise UserError(f"{what} has no option {name!r}: {one_of(name, taken) if taken else 'it has no options'}")
         converted[name] = convert(value, hints[name], f"{what}, option {name}")
     return function(*args, **converted)
 
 
 def convert(value: Any, hint: Any, what: str) -> Any:
-    """Text as a value of the annotated type; what is not text is taken as it is."""
+    """Text as a value of the annotated type; other values are returned as they are."""
     if not isinstance(value, str) or hint is str:
         return value
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -59,7 +59,7 @@ def convert(value: Any, hint: Any, what: str) -> Any:
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a command's configuration; a default of empty text must be given."""
+    """A field of a command's options. A default of "" means that the user must give it."""
     return field(default=default, metadata={"help": help})
 
 
@@ -82,14 +82,14 @@ def checked_stc(stc: int) -> int:
 
 
 def one_of(given: str, names: Iterable[str]) -> str:
-    """What is allowed, the likeliest first."""
+    """The allowed names for an error message, with a suggestion if one is close to what was given."""
     names = list(names)
     close = difflib.get_close_matches(given, names, 1)
     return (f"did you mean {close[0]!r}? " if close else "") + "use " + ", ".join(names)
 
 
 def redacted(source: str) -> str:
-    """A source, or any text with URLs in it, without the passwords: rtsp://user:***@host/1."""
+    """Text without the passwords in its URLs: rtsp://user:***@host/1."""
     for secret in _SECRETS:
         source = secret.sub(r"\1***", source)
     return source
@@ -97,7 +97,7 @@ def redacted(source: str) -> str:
 
 _SECRETS = (
     re.compile(r"(://[^\s:/?#]*:)[^\s/?#]+(?=@)"),
-    # A password with an unescaped slash is a mistake, which an error is about to quote. A number is a port.
+    # A password with an unescaped slash, which an error message may quote. Digits alone are a port.
     re.compile(r"(://[^\s:/?#@\[]*:)(?!\*\*\*@|\d+(?:[/?#\s'\",;)]|$))(?:(?!://)\S)+(?=@)"),
     re.compile(
         r"([?&;/_](?:pw|pin|sig|[^=&?/\s]*(?:pass?|pwd|psw|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, else a plain line every few seconds."""
 
 import math
 import sys
@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line on stderr; a log whose disk is full or whose reader is gone does not end a run."""
+    """Print a line on stderr. A full disk or a closed pipe must not end a run."""
     with suppress(OSError, ValueError):
-        print(text + "\n", end="", file=sys.stderr, flush=True)  # whole, also where several processes write
+        print(
+            text + "\n", end="", file=sys.stderr, flush=True
+        )  # in one write, so that lines of several processes do not mix
 
 
 class Progress:
-    """`with Progress("learning", 1000) as bar: bar.advance(10, "loss 4.8")`; a total of None is not known."""
+    """`with Progress("learning", 1000) as bar: bar.advance(10, "loss 4.8")`; total is None if unknown."""
 
     def __init__(self, what: str, total: int | None, every: float = 10.0, quiet: bool = False):
         self.what, self.total, self.every, self.done = what, total, math.inf if quiet else every, 0
@@ -48,12 +50,12 @@ class Progress:
     ) -> None:
         if self._bar:
             self._bar.stop()
-        elif error is None and self._said > self._started:  # it was long enough to be spoken of
+        elif error is None and self._said > self._started:  # something was printed before
             self._say("done")
 
 
 def _rich_bar() -> "rich.progress.Progress | None":
-    """None on a device that has only what `predict` needs: lines will do."""
+    """None if rich is not installed, as on a device that only predicts; plain lines are used then."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

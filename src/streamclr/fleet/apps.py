@@ -1,4 +1,4 @@
-"""The Flower apps of a fleet: what a device does with a message, and what the server runs."""
+"""The Flower apps of a fleet: how a device answers messages, and what the server runs."""
 
 import json
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from streamclr.fleet.options import ServerOptions, learner_options
 from streamclr.fleet.rounds import Rounds
 from streamclr.fleet.strategy import Fleet, as_record, as_weights
 
-FAILED = 0  # Flower's code for an error without one of its own
+FAILED = 0  # Flower's code for an unknown error
 Open = Callable[[Context, ConfigRecord], Device]
 
 
 def client_app(open_device: Open) -> ClientApp:
-    """open_device: the device of a node, for the options that the server sent."""
+    """open_device: opens the device of a node, with the options that the server sent."""
     app = ClientApp()
 
     @app.train()
@@ -70,7 +70,7 @@ def _label(open_device: Open, message: Message, context: Context) -> RecordDict:
 
 
 def _answered(message: Message, work: Callable[[], RecordDict]) -> Message:
-    """What is wrong on a device is one line for the server, and no end of the device."""
+    """Reply with the result, or with an error of one line; the device goes on."""
     try:
         return Message(work(), reply_to=message)
     except (UserError, OSError, Stopped) as error:
@@ -78,7 +78,7 @@ def _answered(message: Message, work: Callable[[], RecordDict]) -> Message:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Deployed: Flower starts each of these in a process of its own, in which nothing is known but what it hands over
+# Deployed: Flower starts each app in its own process, which gets the configuration from Flower only.
 
 
 def _deployed(context: Context, config: ConfigRecord) -> Device:

@@ -1,4 +1,4 @@
-"""The global encoder: a mean of what the devices learned, without those that are broken or poisoned."""
+"""The global encoder: the mean of the devices' updates, without broken or poisoned ones."""
 
 import math
 from collections import Counter
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 
-FAR = 5.0  # an update this many times as long as the median is refused
-N_REMEMBERED = 50  # lengths of the last updates, for rounds with too few to have a median worth the name
+MAX_LENGTH_RATIO = 5.0  # longer updates, relative to the median length, are rejected
+N_LENGTHS_KEPT = 50  # of earlier updates, for rounds with fewer than three
 STATISTICS = ("shared", "local")
 Weights = dict[str, Tensor]
 
 
 def is_statistic(name: str) -> bool:
-    """Whether it is gathered by BatchNorm, not learned."""
+    """Whether it is a running statistic of BatchNorm, not a learned weight."""
     return name.endswith(("running_mean", "running_var"))
 
 
 def exchanged(model: nn.Module, statistics: str = "shared") -> Weights:
-    """What a device sends and receives: encoder and projection head. The counters of BatchNorm and the constants of
-    standardising stay, and its statistics too if they are local."""
+    """The tensors that devices send and receive: the weights of encoder and projection head, and the statistics of
+    BatchNorm if they are shared. Its counters and the constants of input scaling stay on the device."""
     learned = {name for name, _ in model.named_parameters()}
     return {
         name: tensor.detach().clone()
@@ -36,7 +36,7 @@ def exchanged(model: nn.Module, statistics: str = "shared") -> Weights:
 
 @dataclass(frozen=True)
 class Update:
-    """What a device learned in a round."""
+    """The weights of a device after a round."""
 
     device: str
     weights: Weights
@@ -46,7 +46,7 @@ class Update:
 
 @dataclass
 class Round:
-    """What became of the updates of one round."""
+    """The result of one round."""
 
     number: int
     n_asked: int = 0
@@ -59,18 +59,17 @@ class Round:
     def __str__(self) -> str:
         of = f" of {self.n_asked}" if self.n_asked else ""
         why = Counter(self.refused.values())
-        refused = "".join(f" | {n} refused: {reason}" for reason, n in sorted(why.items()))
+        refused = "".join(f" | {n} rejected: {reason}" for reason, n in sorted(why.items()))
         return f"round {self.number} | {len(self.taken)}{of} devices | loss {self.loss:.3f}{refused}"
 
 
 class Average:
     """The global encoder and how it moves.
 
-    weights: at the start.
-    momentum: of the server (Hsu et al. 2019): the mean step of the devices is added to what is left of those before.
-    slow: share of its own past in the encoder that is kept for use, which then moves slowly behind the one that the
-        devices go on with; 0 is the same encoder for both.
-    most_images: what one device may weigh; a device that claims more is taken at this.
+    weights: the initial ones.
+    momentum: server momentum (Hsu et al. 2019): velocity = momentum * velocity + mean step of the devices.
+    slow: decay of the moving average that is kept for use; 0 keeps the encoder that the devices continue with.
+    most_images: largest weight of one device in the mean, however many images it claims.
     """
 
     def __init__(self, weights: Weights, momentum: float = 0.0, slow: float = 0.0, most_images: int | None = None):
@@ -81,11 +80,11 @@ class Average:
         self.weights = {name: tensor.clone() for name, tensor in weights.items()}
         self.kept = {name: tensor.clone() for name, tensor in weights.items()}  # for use
         self.velocity = {name: torch.zeros_like(t) for name, t in weights.items() if not is_statistic(name)}
-        self.lengths: dict[str, list[float]] = {}  # of the last updates, of weights and statistics
+        self.lengths: dict[str, list[float]] = {}  # of the last updates, for weights and statistics
         self.n_rounds = 0
 
     def take(self, updates: Sequence[Update], n_asked: int = 0) -> Round:
-        """One round: refuse what is no good, average the rest, move. With nothing left the encoder stays as it is."""
+        """One round: reject bad updates, average the rest, move. If none is left, the encoder stays as it is."""
         self.n_rounds += 1
         done = Round(self.n_rounds, n_asked)
         sound = []
@@ -100,7 +99,7 @@ class Average:
         return done
 
     def _fault(self, update: Update) -> str:
-        """What can be seen from an update alone; empty if there is nothing."""
+        """What is wrong with this update on its own; empty if nothing is."""
         own = {name: (tensor.shape, tensor.dtype) for name, tensor in self.weights.items()}
         if own != {name: (tensor.shape, tensor.dtype) for name, tensor in update.weights.items()}:
             return "weights of another model"
@@ -111,7 +110,7 @@ class Average:
         return "" if update.n_images > 0 else "no images"
 
     def _near(self, updates: Sequence[Update], done: Round) -> list[Update]:
-        """Those that went about as far as the others; a device that sends random weights goes much further."""
+        """The updates of usual length. Random weights, for example, are much farther from the global encoder."""
         near = list(updates)
         for kind in ("weights", "statistics"):
             names = [name for name in self.weights if is_statistic(name) == (kind == "statistics")]
@@ -121,10 +120,10 @@ class Average:
             before = self.lengths.get(kind, [])
             usual = median(lengths.values()) if len(lengths) >= 3 else median(before) if before else math.inf
             for update in list(near):
-                if lengths[update.device] > FAR * usual:
+                if lengths[update.device] > MAX_LENGTH_RATIO * usual:
                     done.refused[update.device] = "too far from the others"
                     near.remove(update)
-            self.lengths[kind] = [*before, *(lengths[u.device] for u in near)][-N_REMEMBERED:]
+            self.lengths[kind] = [*before, *(lengths[u.device] for u in near)][-N_LENGTHS_KEPT:]
         return near
 
     def _move(self, updates: Sequence[Update], done: Round) -> None:
@@ -137,7 +136,7 @@ class Average:
             mean = sum(update.weights[name].double() * (n / total) for update, n in zip(updates, shares, strict=True))
             assert isinstance(mean, Tensor)
             step = mean.to(own.dtype) - own
-            if name in self.velocity:  # a variance with momentum could become negative
+            if name in self.velocity:  # not for statistics: with momentum a variance could become negative
                 self.velocity[name] = step = self.momentum * self.velocity[name] + step
             self.weights[name] = own + step
         self.kept = {name: torch.lerp(t, self.kept[name], self.slow) for name, t in self.weights.items()}
@@ -154,7 +153,7 @@ class Average:
         for name in ("weights", "kept", "velocity"):
             own, its = getattr(self, name), state[name]
             if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in its.items()}:
-                raise UserError("the saved rounds are of another encoder: give the options that they began with")
+                raise UserError("the saved rounds are of another encoder: give the options that they were started with")
         self.weights, self.kept, self.velocity = (dict(state[name]) for name in ("weights", "kept", "velocity"))
         self.lengths, self.n_rounds = dict(state["lengths"]), state["n_rounds"]
 

@@ -1,4 +1,4 @@
-"""A fleet in the field: the server with Flower's SuperLink, and a device with Flower's SuperNode."""
+"""A deployed fleet: the server starts Flower's SuperLink, a device starts Flower's SuperNode."""
 
 import json
 import os
@@ -25,15 +25,15 @@ from streamclr.records.plan import open_run_stream
 from streamclr.runs.stop import StopSignal
 from streamclr.streams.spec import absolute_source
 
-START_SECONDS = 60.0  # for Flower to come up
-LOOK_EVERY, ASK_EVERY = 0.5, 3.0  # at our own files, and Flower, whose log has a line for each time
-PAUSE = 5.0  # seconds before a SuperNode that ended is started again
-AT_MOST = 300.0  # seconds, the longest of these pauses
-REFUSED = "Failed to activate SuperNode"  # so says Flower of a key that is not registered
+START_SECONDS = 60.0  # for Flower to start
+READ_EVERY = 0.5  # seconds between two reads of our files
+ASK_EVERY = 3.0  # seconds between two requests to Flower, which logs each of them
+MIN_RESTART_SECONDS, MAX_RESTART_SECONDS = 5.0, 300.0  # pause before a SuperNode that ended is started again
+UNKNOWN_KEY = "Failed to activate SuperNode"  # what Flower logs if a key is not registered
 
 
 def serve(config: ServerOptions) -> int:
-    """Until all rounds are done, or somebody stops it."""
+    """Serve the fleet until all rounds are done or it is stopped."""
     need_flower()
     config.check()
     if not 1 <= config.port <= 65535:
@@ -41,11 +41,11 @@ def serve(config: ServerOptions) -> int:
     out = Path(config.out).absolute()
     config = replace(config, out=str(out))
     public = [] if config.insecure else _public_keys(config)
-    with_rounds = Rounds(out, config.learner, config.of_the_rounds)  # what is wrong is said now
-    done = with_rounds.n_rounds
-    with_rounds.close()
+    rounds = Rounds(out, config.learner, config.of_the_rounds)  # reports wrong options before Flower starts
+    done = rounds.n_rounds
+    rounds.close()
     if done >= config.rounds:
-        raise UserError(f"{out} has {done} rounds already: give more --rounds to go on")
+        raise UserError(f"{out} has {done} rounds already: give a larger --rounds to continue")
     _check_free(config)
     with (
         StopSignal() as asked,
@@ -55,23 +55,23 @@ def serve(config: ServerOptions) -> int:
         for key in public:
             _register(control, key)
         run_id = _start(control, config)
-        say(f"the fleet is served at {config.host}:{config.port}, {_who(public)}; log: {out / 'flower.log'}")
+        say(f"serving the fleet on {config.host}:{config.port}, {_who(public)}; log: {out / 'flower.log'}")
         return _follow(control, run_id, process, asked, out)
 
 
 def _who(public: list[Path]) -> str:
-    return f"{len(public)} device keys are registered" if public else "without TLS and keys: anybody may join"
+    return f"{len(public)} device keys registered" if public else "insecure: without TLS and keys, anybody may join"
 
 
 def _public_keys(config: ServerOptions) -> list[Path]:
     if config.keys is None:
-        raise UserError("no --keys: make them with streamclr fleet keys DIR, or give --insecure to serve anybody")
+        raise UserError("--keys is missing: make them with streamclr fleet keys DIR, or give --insecure")
     directory = Path(config.keys)
     for name in (f"{CA}.crt", f"{SERVER}.crt", f"{SERVER}.key"):
         if not (directory / name).is_file():
-            raise UserError(f"{directory} has no {name}: streamclr fleet keys {directory} makes it")
+            raise UserError(f"{directory} has no {name}: make it with streamclr fleet keys {directory}")
     if not (public := sorted(directory.glob("*.pub"))):
-        raise UserError(f"{directory} has no public key of a device: streamclr fleet keys {directory} --devices 3")
+        raise UserError(f"{directory} has no device keys: run streamclr fleet keys {directory} --devices 3")
     return public
 
 
@@ -81,7 +81,9 @@ def _check_free(config: ServerOptions) -> None:
         try:
             probe.bind((config.host, config.port))
         except OSError as error:
-            raise UserError(f"cannot listen at {config.host}:{config.port} ({error.strerror}): use another") from None
+            raise UserError(
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}): give another --port"
+            ) from None
 
 
 def _superlink(config: ServerOptions) -> list[str]:
@@ -105,10 +107,10 @@ def _superlink(config: ServerOptions) -> list[str]:
 
 @contextmanager
 def _flower(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of Flower's in a group of its own, with all that it starts; its files are with ours."""
+    """A Flower process in its own process group, so that its children end with it. Its files go to `home`."""
     home.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"FLWR_HOME": str(home), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    env["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", "")])  # its own commands
+    env["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", "")])  # for its own commands
     with log.open("ab") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
@@ -120,7 +122,7 @@ def _flower(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Po
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask first: a SuperNode says goodbye to the SuperLink, and one that learns keeps its last checkpoint anyway."""
+    """Terminate, then kill. On SIGTERM a SuperNode signs off; one that is learning keeps its last checkpoint."""
     for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(process.pid, number)
@@ -135,7 +137,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _control(config: ServerOptions, process: subprocess.Popen[bytes]) -> Iterator[Any]:
-    """Flower's control of the SuperLink, once it has come up."""
+    """A client of the SuperLink's control API, once that is up."""
     import httpx
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -156,17 +158,17 @@ def _control(config: ServerOptions, process: subprocess.Popen[bytes]) -> Iterato
     try:
         while True:
             if process.poll() is not None:
-                raise UserError(f"Flower's SuperLink ended at once: see {Path(config.out) / 'flower.log'}")
+                raise UserError(f"Flower's SuperLink ended while starting: see {Path(config.out) / 'flower.log'}")
             try:
                 client.ListRuns(ListRunsRequest())
                 break
             except httpx.TransportError as error:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                    how = f"streamclr fleet keys NEW_DIRECTORY --host {own_address(config.host)},…"
+                    how = f"run streamclr fleet keys NEW_DIRECTORY --host {own_address(config.host)},…"
                     raise UserError(f"the certificate in {config.keys} is not for {address}: {how}") from None
                 if time.monotonic() > until:
                     raise UserError(f"Flower's SuperLink does not answer at {address} ({error})") from None
-                time.sleep(LOOK_EVERY)
+                time.sleep(READ_EVERY)
         yield client
     finally:
         client.close()
@@ -181,7 +183,7 @@ def _register(control: Any, key: Path) -> None:
     try:
         control.RegisterNode(RegisterNodeRequest(public_key=try_load_public_key(key)))
     except (click.ClickException, SystemExit, httpx.HTTPStatusError) as error:
-        raise UserError(f"{key} cannot be registered ({str(error).splitlines()[0]}): make another") from None
+        raise UserError(f"cannot register {key} ({str(error).splitlines()[0]}): make another key") from None
 
 
 def _start(control: Any, config: ServerOptions) -> int:
@@ -189,34 +191,34 @@ def _start(control: Any, config: ServerOptions) -> int:
     from flwr.proto.control_pb2 import StartRunRequest
 
     fab = bundle()
-    # The keys' place is nobody's business but the server's: what is in the configuration goes to every device.
-    told = json.dumps(asdict(replace(config, keys=None)))
+    # Without the path of the keys: this configuration goes to every device.
+    shared = json.dumps(asdict(replace(config, keys=None)))
     answer = control.StartRun(
-        StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto({"fleet": told}), federation="")
+        StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto({"fleet": shared}), federation="")
     )
     if not answer.HasField("run_id"):
-        raise UserError("Flower did not start the rounds: see its log")
+        raise UserError(f"Flower did not start the rounds: see {Path(config.out) / 'flower.log'}")
     return answer.run_id
 
 
 def _follow(control: Any, run_id: int, process: subprocess.Popen[bytes], asked: StopSignal, out: Path) -> int:
-    """Say what the journal of rounds says, until Flower says that it is over."""
+    """Print each new round of the journal until Flower reports the end."""
     import httpx
     from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
 
     journal, position, looked = out / "rounds.jsonl", (out / "rounds.jsonl").stat().st_size, 0.0
     while True:
-        time.sleep(LOOK_EVERY)
+        time.sleep(READ_EVERY)
         with journal.open("rb") as file:
             file.seek(position)
             for line in file:
                 if line.endswith(b"\n"):
                     position += len(line)
-                    say(_told(json.loads(line)))
+                    say(_summary(json.loads(line)))
         if asked.signal:
-            with suppress(httpx.HTTPError):  # it may be busy, and is ended in any case
+            with suppress(httpx.HTTPError):  # it may be busy, and ends in any case
                 control.StopRun(StopRunRequest(run_id=run_id))
-            raise Stopped(asked.signal, f"stopped: streamclr fleet server with the same options goes on in {out}")
+            raise Stopped(asked.signal, f"stopped: run the same command to continue in {out}")
         if process.poll() is not None:
             raise UserError(f"Flower's SuperLink ended: see {out / 'flower.log'}")
         if time.monotonic() - looked < ASK_EVERY:
@@ -230,10 +232,12 @@ def _follow(control: Any, run_id: int, process: subprocess.Popen[bytes], asked: 
                 raise UserError(f"the rounds ended ({status.details or status.sub_status}): see {out / 'flower.log'}")
 
 
-def _told(line: dict[str, Any]) -> str:
+def _summary(line: dict[str, Any]) -> str:
     loss = "–" if line["loss"] is None else f"{line['loss']:.3f}"
-    rest = "".join(f" | {n} {what}" for what, n in (("failed", len(line["failed"])), ("silent", line["silent"])) if n)
-    refused = f" | refused so far: {line['refused_so_far']}" if line["refused_so_far"] else ""
+    rest = "".join(
+        f" | {n} {what}" for what, n in (("failed", len(line["failed"])), ("did not answer", line["silent"])) if n
+    )
+    refused = f" | rejected so far: {line['refused_so_far']}" if line["refused_so_far"] else ""
     return f"round {line['number']} | {len(line['taken'])} of {line['n_asked']} devices | loss {loss}{rest}{refused}"
 
 
@@ -241,52 +245,55 @@ def _told(line: dict[str, Any]) -> str:
 
 
 def join(config: DeviceOptions) -> NoReturn:
-    """Until somebody stops it: a SuperNode that ends or is turned away is started again, later and later."""
+    """Run until stopped. A SuperNode that ends or is refused is started again, after longer and longer pauses."""
     need_flower()
     own = _own_options(config)
     out = Path(config.out).absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     home = out.with_name(f"{out.name}.flower")  # the run directory itself is made in the first round
     home.mkdir(exist_ok=True)
-    home.chmod(0o700)  # the source may have a password in it
+    home.chmod(0o700)  # the source may contain a password
     write_bytes(home / "node.toml", f"device = {json.dumps(json.dumps(own))}\n".encode())
-    log, pause = home / "flower.log", PAUSE
+    log, pause = home / "flower.log", MIN_RESTART_SECONDS
     with StopSignal() as asked:
         while True:
             begun, size = time.monotonic(), log.stat().st_size if log.exists() else 0
             with _flower(_supernode(config, home), log, home) as process:
-                say(f"device of the fleet at {config.server}; log: {log}")
+                say(f"joining the fleet at {config.server}; log: {log}")
                 while process.poll() is None and not asked.signal:
-                    time.sleep(LOOK_EVERY)
+                    time.sleep(READ_EVERY)
                 code = process.returncode
             if asked.signal:
-                raise Stopped(asked.signal, f"stopped: the same command goes on in {out}")
+                raise Stopped(asked.signal, f"stopped: run the same command to continue in {out}")
             with log.open("rb") as file:
                 file.seek(size)
                 said = file.read().decode(errors="replace")
-            why = f"Flower's SuperNode ended with {code}, see {log}"
-            if REFUSED in said:  # perhaps not yet: a server that has just started is still registering
+            why = f"Flower's SuperNode ended with exit code {code}, see {log}"
+            if UNKNOWN_KEY in said:  # or not yet: a server that has just started is still registering keys
                 why = f"the server at {config.server} does not know this device's key"
-            pause = PAUSE if time.monotonic() - begun > AT_MOST else min(2 * pause, AT_MOST)
-            say(f"streamclr: {why}: again in {pause:.0f} s")
+            ran_long = time.monotonic() - begun > MAX_RESTART_SECONDS
+            pause = MIN_RESTART_SECONDS if ran_long else min(2 * pause, MAX_RESTART_SECONDS)
+            say(f"streamclr: {why}: trying again in {pause:.0f} s")
             until = time.monotonic() + pause
             while time.monotonic() < until and not asked.signal:
-                time.sleep(LOOK_EVERY)
+                time.sleep(READ_EVERY)
 
 
 def _own_options(config: DeviceOptions) -> dict[str, Any]:
-    """What this device's learner has of its own; checked as far as that is possible before the server speaks."""
+    """The options of this device's learner, checked as far as possible without the server's options."""
     if config.insecure and (config.key or config.ca):
         raise UserError("both --insecure and --key or --ca are given: use --insecure alone, or leave it out")
     if not config.insecure:
         for name, value in {"key": config.key, "ca": config.ca}.items():
             if value is None:
-                raise UserError(f"no --{name}: it was made by streamclr fleet keys; or --insecure, if the server is so")
+                raise UserError(
+                    f"--{name} is missing: make it with streamclr fleet keys, or give --insecure as the server does"
+                )
             if not Path(value).is_file():
-                raise UserError(f"no file {value}: --{name} is made by streamclr fleet keys")
+                raise UserError(f"no file {value}: --{name} takes a file that streamclr fleet keys made")
     host, _, port = config.server.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"server is {config.server!r}: use host:port, as in 192.168.1.5:9443")
+        raise UserError(f"server is {config.server!r}: use host:port, such as 192.168.1.5:9443")
     names = ("source", "policy", "buffer", "batch", "segment", "guards", "memory", "label_budget", "seed", "out")
     own = {name: getattr(config, name) for name in names}
     own |= {"source": absolute_source(config.source), "out": str(Path(config.out).absolute())}
@@ -296,7 +303,7 @@ def _own_options(config: DeviceOptions) -> dict[str, Any]:
 
 
 def _supernode(config: DeviceOptions, home: Path) -> list[str]:
-    with socket.socket() as free:  # for its own process, which is on this machine
+    with socket.socket() as free:  # a free port for its local process
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "streamclr.fleet.flower.supernode", "--superlink", config.server]

@@ -11,24 +11,24 @@ from streamclr.fleet.flower import need_flower
 from streamclr.fleet.options import KeysOptions
 
 CA, SERVER, DEVICE = "ca", "server", "device-{:04}"
-OWN = ("localhost", "127.0.0.1")  # by which the server reaches itself, whatever its devices call it
+LOOPBACK = ("localhost", "127.0.0.1")  # always in the certificate: the server connects to itself
 
 
 def make_keys(config: KeysOptions) -> tuple[Path, int]:
-    """Write what is missing; nothing is ever overwritten. Returns the directory and how many device keys are new."""
-    need_flower()  # which brings cryptography
+    """Write the files that are missing and overwrite none. Returns the directory and the number of new device keys."""
+    need_flower()  # cryptography is installed with it
     if not 1 <= config.days <= 3650:
         raise UserError(f"days is {config.days}: use 1 to 3650")
     if not 1 <= config.devices <= 9999:
         raise UserError(f"devices is {config.devices}: use 1 to 9999")
     hosts = [host.strip() for host in config.host.split(",") if host.strip()]
     if not hosts:
-        raise UserError("host is empty: give the names and addresses by which devices know the server")
+        raise UserError("--host is empty: give the names or addresses under which devices reach the server")
     directory = Path(config.directory)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     certificate = directory / f"{SERVER}.crt"
     if not certificate.exists():
-        _make_certificates(directory, [*hosts, *(own for own in OWN if own not in hosts)], config.days)
+        _make_certificates(directory, [*hosts, *(own for own in LOOPBACK if own not in hosts)], config.days)
     elif config.host != KeysOptions.host and (
         missing := [host for host in hosts if _alternative(host) not in _names(certificate)]
     ):
@@ -41,7 +41,7 @@ def make_keys(config: KeysOptions) -> tuple[Path, int]:
 
 
 def _make_device(path: Path) -> None:
-    """A pair as Flower takes it: P-384, in OpenSSH's format."""
+    """A key pair as Flower reads it: P-384 in OpenSSH format."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
@@ -74,7 +74,7 @@ def _make_certificates(directory: Path, hosts: list[str], days: int) -> None:
             .issuer_name(name(f"streamclr fleet {CA}"))
             .public_key(keys[who].public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks of devices are not exact
+            .not_valid_before(now - datetime.timedelta(hours=1))  # the clocks of devices are not exact
             .not_valid_after(now + datetime.timedelta(days=days))
             .add_extension(x509.BasicConstraints(ca=who == CA, path_length=0 if who == CA else None), critical=True)
             .add_extension(
@@ -108,7 +108,7 @@ def _names(certificate: Path) -> list[object]:
     return list(there.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
-def _alternative(host: str):  # type: ignore[no-untyped-def]  # a type of cryptography, which only a fleet has
+def _alternative(host: str):  # type: ignore[no-untyped-def]  # a type of cryptography, which only the extra `fleet` installs
     from cryptography import x509
 
     try:
@@ -118,7 +118,7 @@ def _alternative(host: str):  # type: ignore[no-untyped-def]  # a type of crypto
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """A new file that nobody else could read at any time."""
+    """Write a new file that has its final permissions from the start."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:

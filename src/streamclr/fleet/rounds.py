@@ -1,4 +1,4 @@
-"""The server's side: rounds in a directory, so that they can be resumed, and one classifier from everybody's labels."""
+"""The server's side: rounds in a directory, which can be resumed, and one classifier from the labels of all devices."""
 
 import json
 import os
@@ -28,8 +28,8 @@ from streamclr.records.journal import Journal
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import initial_model
 
-PATIENCE = 10.0  # seconds: the process of a server that was stopped ends a little later than Flower
-LONGEST_NAME = 200  # of a class, as a device sends it
+LOCK_SECONDS = 10.0  # to wait for the directory: a stopped server process ends a little later than Flower
+MAX_NAME_LENGTH = 200  # characters of a class name from a device
 
 
 class FleetHead(NamedTuple):
@@ -38,14 +38,14 @@ class FleetHead(NamedTuple):
     weights: Weights
     classes: list[str]
     n_labels: int
-    encoder: Weights  # whose features it was trained on: that of later rounds is another
+    encoder: Weights  # whose features it was trained on; later rounds change the encoder
 
 
 class Rounds:
     """The global encoder, its journal and its checkpoints, in a directory.
 
-    learner: the options of the devices' learners; the initial weights come from them.
-    options: of the fleet: `momentum`, `slow`, `statistics`, `round_images`; those of a directory cannot be changed.
+    learner: options of the devices' learners, which also give the initial weights.
+    options: `momentum`, `slow`, `statistics` and `round_images`; they cannot change within a directory.
     """
 
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
@@ -72,23 +72,23 @@ class Rounds:
             there = read_json(file)
             if different := [name for name in own if there.get(name) != own[name]]:
                 name = different[0]
-                how = f"{name} is {there.get(name)} there, {own[name]} here"
+                how = f"{name} is {there.get(name)} there and {own[name]} here"
                 raise UserError(f"{self.path} has a fleet with other options ({how}): give another --out")
         elif any(self.path.iterdir()):
-            raise UserError(f"{self.path} exists already, and holds no fleet: give another --out")
+            raise UserError(f"{self.path} is not empty and has no fleet in it: give another --out")
         else:
             write_json(file, own)
-        told = f"another fleet is at work in {self.path}: wait for it, or give another --out"
-        self._lock = held(file, told, PATIENCE)
+        busy = f"another fleet is running in {self.path}: wait for it, or give another --out"
+        self._lock = held(file, busy, LOCK_SECONDS)
         if (found := self.checkpoints.latest()) is not None:
             state = found[1]
             self.average.load_state_dict(state["average"])
             self.refused = Counter(state["refused"])
             if journal.exists() and journal.stat().st_size > state["journal_bytes"]:
-                os.truncate(journal, state["journal_bytes"])  # of a round that is done again
+                os.truncate(journal, state["journal_bytes"])  # drop a round that will be repeated
             if state["head"] is not None:
-                self.head = FleetHead(**{"encoder": self.average.kept, **state["head"]})  # which older ones lack
-            say(f"going on after round {self.n_rounds}")
+                self.head = FleetHead(**{"encoder": self.average.kept, **state["head"]})  # older checkpoints have none
+            say(f"continuing after round {self.n_rounds}")
         self.journal = Journal(journal, "the journal of rounds")
 
     def close(self) -> None:
@@ -100,35 +100,35 @@ class Rounds:
         return self.average.n_rounds
 
     def take(self, updates: Sequence[Update], n_asked: int, failed: dict[str, str], seconds: float) -> Round:
-        """One round, on the disk when this returns.
+        """One round. It is on disk when this returns.
 
-        failed: devices that answered with an error, and with which; who did not answer at all is in neither.
+        failed: device and error, for those that answered with one; devices that did not answer are in neither.
         """
         done = self.average.take(updates, n_asked)
         for device, why in failed.items():
             say(f"streamclr: device {device} failed in round {done.number}: {why}")
         for device, why in done.refused.items():
-            say(f"streamclr: the update of device {device} is refused in round {done.number}: {why}")
+            say(f"streamclr: update of device {device} rejected in round {done.number}: {why}")
         self.refused.update(done.refused.values())
         silent = n_asked - len(updates) - len(failed)
         line = asdict(done) | {"failed": failed, "silent": silent, "seconds": seconds, "time": round(time.time(), 3)}
         self.journal.write(line | {"refused_so_far": dict(self.refused)})
         self._save()
-        say(f"{done}{f' | {len(failed)} failed' if failed else ''}{f' | {silent} silent' if silent else ''}")
+        say(f"{done}{f' | {len(failed)} failed' if failed else ''}{f' | {silent} did not answer' if silent else ''}")
         return done
 
     def take_labels(self, labelled: Sequence[tuple[str, Tensor, list[str]]]) -> FleetHead | None:
         """Train one classifier on the features and class names that devices sent; None with fewer than two classes.
 
-        What does not fit is refused and told.
+        Labels that do not fit the encoder are rejected with a message.
         """
         n_features, features, names = self.model.n_features, [], []
         for device, own, classes in labelled:
             fits = own.shape == (len(classes), n_features) and own.dtype == torch.float32
             fits = fits and len(classes) <= MAX_LABELS_SENT
-            fits = fits and bool(own.isfinite().all()) and all(0 < len(name) <= LONGEST_NAME for name in classes)
+            fits = fits and bool(own.isfinite().all()) and all(0 < len(name) <= MAX_NAME_LENGTH for name in classes)
             if not fits:
-                say(f"streamclr: the labels of device {device} are refused: they are no features with class names")
+                say(f"streamclr: labels of device {device} rejected: not valid features with class names")
                 self.refused["labels"] += 1
                 continue
             features.append(own)
@@ -140,7 +140,7 @@ class Rounds:
         head = train_head(torch.cat(features), targets, len(classes), quiet=True)
         self.head = FleetHead(dict(head.state_dict()), classes, len(names), self.average.kept)
         self._save()
-        if self.size is not None and self.options["statistics"] == "shared":  # else only the devices have some
+        if self.size is not None and self.options["statistics"] == "shared":  # else only the devices have statistics
             save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, self.size)
         say(f"classifier from {len(names)} labels of {len(features)} devices, {len(classes)} classes")
         return self.head
@@ -152,8 +152,8 @@ class Rounds:
             state["journal_bytes"] = self.journal.sync()
             self.checkpoints.save(self.n_rounds, state)
             save_tensors(self.path / "model.safetensors", self.kept_model().state_dict())
-        except OSError as error:  # the checkpoints before this one are whole
-            say(f"streamclr: no checkpoint of round {self.n_rounds} ({error.strerror or error}): going on")
+        except OSError as error:  # the earlier checkpoints are complete
+            say(f"streamclr: no checkpoint of round {self.n_rounds} ({error.strerror or error}); continuing")
 
     def kept_model(self) -> ContrastiveModel:
         """The global encoder for use, with its projection head."""
@@ -165,6 +165,6 @@ class Rounds:
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """The journal of a fleet; a last line that is still being written is left out."""
+    """The journal of a fleet, without a last line that is still being written."""
     lines = (path / "rounds.jsonl").read_text("utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]

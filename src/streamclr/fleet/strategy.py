@@ -1,4 +1,4 @@
-"""The rounds as a strategy of Flower: FedAvg asks the devices, `average.py` decides what becomes of their answers."""
+"""The rounds as a Flower strategy: FedAvg sends the messages, `average.py` combines the answers."""
 
 import time
 from collections.abc import Iterable
@@ -16,26 +16,26 @@ from streamclr.fleet.average import Update, Weights
 from streamclr.fleet.options import SHARED, RoundsOptions
 from streamclr.fleet.rounds import Rounds
 
-LEAST_PATIENCE = 15.0  # seconds: a SuperNode asks for work every three
-LOOK_EVERY = 0.2
-WHOLE = "weights"  # the only array of a record
+MIN_WAIT_SECONDS = 15.0  # for the slower half; a SuperNode polls every 3 s
+POLL_EVERY = 0.2  # seconds
+ARRAY = "weights"  # name of the only array in a record
 
 
 def as_record(weights: Weights) -> ArrayRecord:
-    """One array for all: Flower sends each with calls of its own, all of them signed, and an encoder has a hundred."""
+    """All weights as one array: Flower makes several signed calls per array, and an encoder has a hundred tensors."""
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()})
-    return ArrayRecord({WHOLE: Array("uint8", (len(content),), "safetensors", content)})
+    return ArrayRecord({ARRAY: Array("uint8", (len(content),), "safetensors", content)})
 
 
 def as_weights(record: ArrayRecord) -> Weights:
     try:
-        return dict(load(record[WHOLE].data))
+        return dict(load(record[ARRAY].data))
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UserError(f"arrays that cannot be read ({type(error).__name__})") from None
+        raise UserError(f"cannot read the weights ({type(error).__name__})") from None
 
 
 class Fleet(FedAvg):
-    """A device that answers with an error, with an update that is refused, or not at all, does not hold up a round."""
+    """FedAvg that goes on without devices that fail, send a bad update or do not answer."""
 
     def __init__(self, rounds: Rounds, config: RoundsOptions, shared: dict[str, Any]):
         super().__init__(
@@ -47,11 +47,11 @@ class Fleet(FedAvg):
         )
         self.rounds, self.config = rounds, config
         self.shared = {name: "" if shared[name] is None else shared[name] for name in SHARED}
-        self._have_head: set[int] = set()  # the devices that have the classifier of now
+        self._have_head: set[int] = set()  # devices that have the current classifier
         self._asked, self._since = 0, 0.0
 
     def run(self, grid: Grid) -> None:
-        """All rounds that are left."""
+        """Run the remaining rounds."""
         left = self.config.rounds - self.rounds.n_rounds
         if left > 0:
             arrays = as_record(self.rounds.average.weights)
@@ -60,7 +60,7 @@ class Fleet(FedAvg):
             self._hand_out(patient)
 
     def _hand_out(self, grid: "Patient") -> None:
-        """After the last round: the classifier, to those that do not have it."""
+        """After the last round, send the classifier to the devices that lack it."""
         nodes = [node for node in grid.get_node_ids() if node not in self._have_head]
         if self.rounds.head is None or not nodes:
             return
@@ -69,10 +69,10 @@ class Fleet(FedAvg):
         self._add_head(messages)
         for reply in grid.send_and_receive(messages, timeout=self.config.deadline):
             if reply.has_error():
-                _complain(reply, "did not take the classifier")
+                _report(reply, "did not accept the classifier")
 
     def _add_head(self, messages: list[Message]) -> None:
-        """The classifier, to those that do not have it; Flower's messages of a round share one content."""
+        """Add the classifier for devices that lack it. Flower shares one content among all messages, hence the copy."""
         head, extra = self.rounds.head, RecordDict()
         if head is not None:
             extra["head"], extra["encoder"] = as_record(head.weights), as_record(head.encoder)
@@ -83,14 +83,14 @@ class Fleet(FedAvg):
                 message.content = RecordDict({**message.content, **extra})
 
     def summary(self) -> None:
-        """Nothing: the options are in fleet.json."""
+        """Print nothing: the options are in fleet.json."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         number = self.rounds.n_rounds + 1
-        told = {"round": number, "images": self.config.round_images, "statistics": self.config.statistics}
-        config = ConfigRecord({**told, **self.shared})
+        about = {"round": number, "images": self.config.round_images, "statistics": self.config.statistics}
+        config = ConfigRecord({**about, **self.shared})
         messages = list(super().configure_train(server_round, arrays, config, grid))
         self._add_head(messages)
         self._asked, self._since = len(messages), time.monotonic()
@@ -117,7 +117,7 @@ class Fleet(FedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Flower's second half of a round: who has labels is asked for their features with the new encoder."""
+        """Second half of a round: ask for the features of labelled images, computed with the new encoder."""
         number = self.rounds.n_rounds
         if number % self.config.head_every and number < self.config.rounds:
             return []
@@ -132,7 +132,7 @@ class Fleet(FedAvg):
         labelled = []
         for reply in replies:
             if reply.has_error():
-                _complain(reply, "sent no labels")
+                _report(reply, "sent no labels")
                 continue
             if "features" not in reply.content:
                 continue
@@ -152,11 +152,11 @@ def _update(device: str, reply: Message) -> Update:
         arrays, metrics = reply.content["arrays"], reply.content["metrics"]
         n_images, loss = int(metrics["num-examples"]), float(metrics["loss"])
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise UserError("an answer without weights and counts") from None
+        raise UserError("the answer has no weights and counts") from None
     return Update(device, as_weights(arrays), n_images, loss)
 
 
-def _complain(reply: Message, what: str) -> None:
+def _report(reply: Message, what: str) -> None:
     say(f"streamclr: device {reply.metadata.src_node_id} {what}: {_first_line(reply.error.reason)}")
 
 
@@ -165,9 +165,9 @@ def _first_line(text: str) -> str:
 
 
 class Patient:
-    """A grid that does not wait for the slowest: once half have answered, the others have a few times as long.
+    """A grid that does not wait for the slowest: once half have answered, the rest get `patience` times as long.
 
-    What comes later is not looked at; its message has expired by then, or will.
+    Later answers are ignored.
     """
 
     def __init__(self, grid: Grid, patience: float):
@@ -188,7 +188,7 @@ class Patient:
             sound = sum(not reply.has_error() for reply in replies)
             if allowed == timeout and 2 * sound >= n_asked > 0:
                 took = time.monotonic() - started
-                allowed = min(timeout, max(self.patience * took, took + LEAST_PATIENCE))
+                allowed = min(timeout, max(self.patience * took, took + MIN_WAIT_SECONDS))
             if waiting:
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_EVERY)
         return replies

@@ -1,4 +1,4 @@
-"""Questions and answers in files that other tools read and write: Label Studio's task JSON, and CSV."""
+"""Questions and answers as files for other tools: Label Studio's task JSON, and CSV."""
 
 import base64
 import csv
@@ -12,7 +12,7 @@ from streamclr.base.errors import UserError
 from streamclr.labelling.session import Asking
 from streamclr.labelling.store import KINDS, checked_name
 
-FROM, TO = "label", "image"  # the names that the labelling interface of Label Studio gives to its two parts
+FROM, TO = "label", "image"  # names of the two parts in INTERFACE
 INTERFACE = f"""<View>
   <Image name="{TO}" value="$image"/>
   <Choices name="{FROM}" toName="{TO}" choice="single-radio">
@@ -25,35 +25,36 @@ Read = tuple[int, str, str, str | None]  # line, key, kind of answer, name of th
 
 
 def export_labels(asking: Asking, file: Path) -> int:
-    """All questions, answered or not, with the classifier's predictions. Returns how many. The suffix says how."""
+    """Write all questions, answered or not, with the classifier's predictions. The suffix of the file gives the
+    format. Returns the number of questions."""
     write = {".json": _write_tasks, ".csv": _write_csv}.get(file.suffix.lower())
     if write is None:
-        raise UserError(f"{file} is neither .json (Label Studio) nor .csv: give one of these names")
+        raise UserError(f"{file} has no known suffix: use .json (Label Studio) or .csv")
     beside = file.with_suffix(".xml") if write is _write_tasks else _pictures(file)
     for taken in (file, beside):
         if taken.exists():
-            raise UserError(f"{taken} exists already: give another name, nothing is overwritten")
+            raise UserError(f"{taken} exists already and is not overwritten: give another name")
     if not file.parent.is_dir():
         raise UserError(f"no directory {file.parent} for {file.name}: make it, or give another name")
-    asking.labels.note("given", str(file.name))  # from now on no question of these is replaced by another
+    asking.labels.note("given", str(file.name))  # exported questions are never replaced
     if asking.questions != asking.labels.questions():
-        raise UserError("other questions were chosen meanwhile: export again")
+        raise UserError("the questions changed during the export: export again")
     return write(asking, file)
 
 
 def import_labels(asking: Asking, file: Path) -> int:
-    """Answers from a file of `export_labels` or Label Studio: all of them, or none. Returns how many are new."""
+    """Read the answers in a file of `export_labels` or Label Studio, all or none. Returns the number of new answers."""
     read = {".json": _read_tasks, ".csv": _read_csv}.get(file.suffix.lower())
     if read is None:
-        raise UserError(f"{file} is neither .json (Label Studio) nor .csv: give one of these")
+        raise UserError(f"{file} has no known suffix: use .json (Label Studio) or .csv")
     try:
         content = file.read_bytes()
         text = content.decode("utf-8").removeprefix("\ufeff")
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from None
+        raise UserError(f"cannot read {file} ({error.strerror})") from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise UserError(f"{file}, line {line} is no UTF-8 text: nothing was changed") from None
+        raise UserError(f"{file}, line {line}: not UTF-8 text: nothing was changed") from None
     known = {question.key for question in asking.labels.questions()}
     answers: list[tuple[str, str, str | None]] = []
     seen: dict[str, int] = {}
@@ -62,7 +63,7 @@ def import_labels(asking: Asking, file: Path) -> int:
         if key not in known:
             raise UserError(f"{where}: no question {key[:40]!r} in {asking.directory.path}: nothing was changed")
         if key in seen:
-            raise UserError(f"{where}: {key} has an answer in line {seen[key]} already: nothing was changed")
+            raise UserError(f"{where}: {key} already has an answer in line {seen[key]}: nothing was changed")
         if name is not None:
             try:
                 name = checked_name(name)
@@ -77,8 +78,11 @@ def import_labels(asking: Asking, file: Path) -> int:
 
 
 def _rows(asking: Asking) -> list[dict[str, Any]]:
-    """What both formats say of each question."""
-    answers, names = asking.labels.answers(), asking.labels.classes()  # in this order: no answer lacks its class
+    """One row per question, the same for both formats."""
+    answers, names = (
+        asking.labels.answers(),
+        asking.labels.classes(),
+    )  # in this order: no answer without its class
     rows = []
     for row, question in enumerate(asking.questions):
         answer, guess = answers.get(question.key), asking.guess(row)
@@ -102,13 +106,13 @@ def _write_tasks(asking: Asking, file: Path) -> int:
         assert picture is not None
         image = "data:image/png;base64," + base64.b64encode(picture).decode()
         task: dict[str, Any] = {"id": number, "data": {"image": image, "key": row["key"], "arrival": row["arrival"]}}
-        if row["answer"] == "unsure":  # Label Studio keeps what is in data, and drops what it does not know elsewhere
+        if row["answer"] == "unsure":  # Label Studio keeps unknown keys in data only
             task["data"]["answer"] = "unsure"
         task["annotations"] = [] if not row["answer"] else [_annotation(row)]
         guess = [{"result": [_choice(row["prediction"])], "score": row["probability"], "model_version": "streamclr"}]
         task["predictions"] = guess if row["prediction"] else []
         tasks.append(task)
-    # A line each, so that errors can name it.
+    # One task per line, so that errors can name the line.
     lines = ",\n".join(json.dumps(task, ensure_ascii=False) for task in tasks)
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     choices = "\n".join(f'    <Choice value="{_escaped(name)}"/>' for name in asking.labels.classes().values())
@@ -117,7 +121,7 @@ def _write_tasks(asking: Asking, file: Path) -> int:
 
 
 def _annotation(row: dict[str, Any]) -> dict[str, Any]:
-    """What is not labelled is `was_cancelled`, as Label Studio calls a skipped task."""
+    """Answers other than labels are `was_cancelled`, Label Studio's word for skipped."""
     if row["answer"] == "label":
         return {"result": [_choice(row["label"])]}
     return {"result": [], "was_cancelled": True}
@@ -141,32 +145,32 @@ def _read_tasks(text: str, file: Path) -> list[Read]:
             if not isinstance(key, str) or not all(isinstance(one, dict) for one in given):
                 raise TypeError
         except (KeyError, TypeError, AttributeError):
-            raise UserError(f"{where}: no task of this export, it has no data.key: nothing was changed") from None
+            raise UserError(f"{where}: not a task of this export, data.key is missing: nothing was changed") from None
         if not given:
             continue
-        where = f"{where}, task {str(task.get('id'))[:40]}"  # Label Studio may write all of them into one line
+        where = f"{where}, task {str(task.get('id'))[:40]}"  # Label Studio may write all tasks on one line
         made = [one for one in given if not one.get("was_cancelled")]
         if not made:
             found.append((line, key, "unsure" if data.get("answer") == "unsure" else "skip", None))
             continue
-        # The last that was made counts, and those that were skipped do not, as in Label Studio's own converter.
+        # The last annotation that was not skipped counts, as in Label Studio's converter.
         one = max(reversed(made), key=lambda annotation: str(annotation.get("created_at", "")))
         try:
             choices = [
                 name for result in one["result"] if result["type"] == "choices" for name in result["value"]["choices"]
             ]
         except (KeyError, TypeError):
-            raise UserError(f"{where}: an annotation that is no choice of a class: nothing was changed") from None
+            raise UserError(f"{where}: the annotation is not a choice of a class: nothing was changed") from None
         if len(choices) != 1 or not isinstance(choices[0], str):
-            raise UserError(f"{where}: {len(choices)} classes in one annotation, one is due: nothing was changed")
+            raise UserError(f"{where}: {len(choices)} classes in one annotation, use one: nothing was changed")
         found.append((line, key, "label", choices[0]))
     return found
 
 
 def _items(text: str, file: Path) -> list[tuple[int, Any]]:
-    """The items of a JSON list, each with the line that it begins in."""
+    """The items of a JSON list, each with the line where it begins."""
     decoder, items = json.JSONDecoder(), list[tuple[int, Any]]()
-    place = counted = n_lines = 0  # where it is, and up to where lines were counted
+    place = counted = n_lines = 0  # position, and the position up to which lines are counted
 
     def blank() -> None:
         nonlocal place
@@ -181,14 +185,14 @@ def _items(text: str, file: Path) -> list[tuple[int, Any]]:
     def end() -> list[tuple[int, Any]]:
         blank()
         if place < len(text):
-            raise UserError(f"{file}, line {line()}: more than one list of tasks: nothing was changed")
+            raise UserError(f"{file}, line {line()}: text after the list of tasks: nothing was changed")
         return items
 
     def expect(allowed: str) -> str:
         nonlocal place
         blank()
         if place >= len(text) or text[place] not in allowed:
-            raise UserError(f"{file}, line {line()}: no list of tasks in JSON: nothing was changed")
+            raise UserError(f"{file}, line {line()}: not a JSON list of tasks: nothing was changed")
         place += 1
         return text[place - 1]
 
@@ -205,7 +209,7 @@ def _items(text: str, file: Path) -> list[tuple[int, Any]]:
         except ValueError as error:
             number = getattr(error, "lineno", began)
             raise UserError(
-                f"{file}, line {number}: no JSON ({getattr(error, 'msg', error)}): nothing was changed"
+                f"{file}, line {number}: not JSON ({getattr(error, 'msg', error)}): nothing was changed"
             ) from None
         except RecursionError:
             raise UserError(f"{file}, line {began}: nested too deeply: nothing was changed") from None
@@ -219,7 +223,7 @@ def _pictures(file: Path) -> Path:
 
 
 def _write_csv(asking: Asking, file: Path) -> int:
-    """The pictures go into a folder beside it."""
+    """Write the table, and the pictures into a folder next to it."""
     folder = _pictures(file)
     folder.mkdir()
     rows = _rows(asking)
@@ -236,7 +240,7 @@ def _write_csv(asking: Asking, file: Path) -> int:
 
 
 def _read_csv(text: str, file: Path) -> list[Read]:
-    lines = list(io.StringIO(text, newline=""))  # not splitlines, which knows of more ends of lines than CSV does
+    lines = list(io.StringIO(text, newline=""))  # not splitlines, which splits at more characters than CSV does
     reader = csv.DictReader(lines, strict=True)
     found = []
     try:
@@ -249,17 +253,15 @@ def _read_csv(text: str, file: Path) -> list[Read]:
             name = cell.read(row["label"] or "")
             kind = (row.get("answer") or "").strip() or ("label" if name else "")
             if kind and kind not in KINDS:
-                raise UserError(
-                    f"{file}, line {reader.line_num}: the answer {kind!r} is not known: nothing was changed"
-                )
+                raise UserError(f"{file}, line {reader.line_num}: unknown answer {kind!r}: nothing was changed")
             if (kind == "label") != bool(name):
                 what = "a label without a class" if kind == "label" else "a class without the answer 'label'"
                 raise UserError(f"{file}, line {reader.line_num}: {what}: nothing was changed")
             if None in row:
-                raise UserError(f"{file}, line {reader.line_num}: more cells than the head has: nothing was changed")
+                raise UserError(f"{file}, line {reader.line_num}: more cells than column names: nothing was changed")
             if kind:
                 found.append((reader.line_num, (row["key"] or "").strip(), kind, name or None))
     except csv.Error as error:
-        began = reader.line_num + 1  # of the row, which a quote may have led astray as far as the end of the file
-        raise UserError(f"{file}, line {began}: no CSV ({error}): nothing was changed") from None
+        began = reader.line_num + 1  # first line of the row; after a stray quote it may reach to the end of the file
+        raise UserError(f"{file}, line {began}: not CSV ({error}): nothing was changed") from None
     return found

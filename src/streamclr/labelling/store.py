@@ -1,4 +1,4 @@
-"""What a person was asked and answered: labels.sqlite in a run directory. An answer is on the disk when it is given."""
+"""Questions and answers in labels.sqlite of a run directory. An answer is on disk when `answer` returns."""
 
 import secrets
 import sqlite3
@@ -40,7 +40,7 @@ CREATE VIEW IF NOT EXISTS current AS
   WHERE NOT undone GROUP BY key;
 """
 KINDS = ("label", "skip", "unsure")
-LONGEST_NAME = 100  # characters of a class
+MAX_NAME_LENGTH = 100  # characters of a class name
 
 
 class Question(NamedTuple):
@@ -52,11 +52,11 @@ class Question(NamedTuple):
 class Answer(NamedTuple):
     kind: str  # label, skip or unsure
     class_id: int | None
-    number: int  # the order in which they came
+    number: int  # counts up in the order of arrival
 
 
 class Conflict(UserError):
-    """What is asked for does not go with what is there."""
+    """The request contradicts the stored state."""
 
 
 class Missing(UserError):
@@ -64,7 +64,7 @@ class Missing(UserError):
 
 
 class Labels:
-    """Questions, classes and answers; for several threads and processes at once."""
+    """Questions, classes and answers. Several threads and processes may use it at once."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -76,7 +76,7 @@ class Labels:
             self._connection.executescript(SCHEMA)
             self._identity = path.stat().st_ino
         except (sqlite3.Error, OSError) as error:
-            raise UserError(f"{path} cannot be used ({error})") from None
+            raise UserError(f"cannot use {path} ({error})") from None
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -84,16 +84,16 @@ class Labels:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing, and on the disk afterwards."""
+        """A transaction: all or nothing, and on disk afterwards."""
         with self._lock:
             if not self.path.exists() or self.path.stat().st_ino != self._identity:
-                raise sqlite3.OperationalError(f"{self.path.name} was deleted")  # an answer would go nowhere
+                raise sqlite3.OperationalError(f"{self.path.name} was deleted")  # the answer would be lost
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # SQLite may have ended it itself, on a full disk
+                if self._connection.in_transaction:  # on a full disk SQLite may have rolled back itself
                     self._connection.execute("ROLLBACK")
                 raise
 
@@ -104,7 +104,7 @@ class Labels:
     # ------------------------------------------------------------------------------------------------------------
 
     def questions(self) -> list[Question]:
-        """In the order in which to ask."""
+        """The questions, in the order in which to ask them."""
         rows = self._read("SELECT key, arrival, rank FROM questions ORDER BY rank, key")
         return [Question(*row) for row in rows]
 
@@ -113,13 +113,13 @@ class Labels:
         return rows[0][0] if rows else None
 
     def lasting(self) -> dict[str, Question]:
-        """The questions that stay whatever is asked from now on: those that were answered, or given to others."""
+        """The questions that are never replaced: answered or exported ones."""
         answered = {key for (key,) in self._read("SELECT DISTINCT key FROM answers")}
         given = self.fact("given") is not None
         return {question.key: question for question in self.questions() if given or question.key in answered}
 
     def ask(self, questions: Iterable[tuple[Question, bytes]], at_most: int | None = None) -> None:
-        """Ask these from now on, each with its picture; of the others only the lasting ones stay.
+        """Replace the questions by these, each with its picture. Lasting questions stay.
 
         at_most: with those that stay; the last of the new ones are left out.
         """
@@ -137,7 +137,7 @@ class Labels:
                     )
 
     def note(self, name: str, value: str) -> None:
-        """Keep a fact."""
+        """Store a value under a name."""
         with self._change() as db:
             db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", [name, value])
 
@@ -148,11 +148,11 @@ class Labels:
     # ------------------------------------------------------------------------------------------------------------
 
     def classes(self) -> dict[int, str]:
-        """Their names by number, in the order in which they came."""
+        """Class names by number, in the order in which they were added."""
         return dict(self._read("SELECT id, name FROM classes ORDER BY id"))
 
     def add_class(self, name: str, request: str | None = None) -> int:
-        """Returns its number."""
+        """Add a class. Returns its number."""
         with self._change() as db:
             if request is not None:
                 known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
@@ -167,42 +167,42 @@ class Labels:
         name = checked_name(name)
         with self._change() as db:
             if taken := db.execute("SELECT id FROM classes WHERE name = ? AND id != ?", [name, number]).fetchone():
-                raise Conflict(f"class {taken[0]} is called {name!r} already: use another name")
+                raise Conflict(f"class {taken[0]} already has the name {name!r}: use another name")
             if not db.execute("UPDATE classes SET name = ? WHERE id = ?", [name, number]).rowcount:
                 raise Missing(f"no class {number}")
 
     # ------------------------------------------------------------------------------------------------------------
 
     def answers(self) -> dict[str, Answer]:
-        """What holds for each image that was answered, by its key."""
+        """The current answer of each image, by its key."""
         rows = self._read("SELECT key, kind, class, number FROM current ORDER BY number")
         return {key: Answer(kind, class_id, number) for key, kind, class_id, number in rows}
 
     def change(self) -> int:
-        """Another number whenever another connection, of any process, has changed something: cheap to ask for."""
+        """A number that changes when another connection has changed the database. Cheap to read."""
         return self._read("PRAGMA data_version")[0][0]
 
     def imported(self) -> set[int]:
-        """The numbers of the answers that `bring_in` brought."""
+        """The numbers of the answers that `bring_in` added."""
         return {number for (number,) in self._read("SELECT number FROM requests WHERE request LIKE 'import-%/%'")}
 
     def n_answers(self) -> int:
-        """All that were ever given and not undone."""
+        """How many answers were given and not undone."""
         return self._read("SELECT count(*) FROM answers JOIN requests ON number = answers.request WHERE NOT undone")[0][
             0
         ]
 
     def answer(self, request: str, kind: str, keys: Sequence[str], class_id: int | None = None) -> None:
-        """One answer for one image or several. The same request again changes nothing."""
+        """Store one answer for one or several images. Repeating a request changes nothing."""
         if kind not in KINDS:
-            raise UserError(f"no answer {kind!r}: use {', '.join(KINDS)}")
+            raise UserError(f"unknown answer {kind!r}: use {', '.join(KINDS)}")
         if (kind == "label") != (class_id is not None):
-            raise UserError(f"the answer {kind!r} has the class {class_id}: a label has one, nothing else does")
+            raise UserError(f"the answer {kind!r} has the class {class_id}: give one with a label only")
         with self._change() as db:
             _answer(db, request, kind, keys, class_id)
 
     def last(self) -> dict[str, Any] | None:
-        """The answer that `undo` would take back."""
+        """The answer that `undo` would undo."""
         rows = self._read(
             "SELECT kind, class, (SELECT count(*) FROM answers WHERE request = number) FROM requests "
             "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone ORDER BY number DESC LIMIT 1"
@@ -214,7 +214,7 @@ class Labels:
         return time.time() - (self._read("SELECT max(time) FROM requests")[0][0] or 0.0)
 
     def undo(self, request: str, of: str | None = None) -> None:
-        """Take back the answer of a request, or the last answer, that was not taken back yet."""
+        """Undo the answer of a request, or the last answer that is not undone yet."""
         with self._change() as db:
             known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
             if known:
@@ -230,7 +230,7 @@ class Labels:
             _note(db, request, "undo", None)
 
     def bring_in(self, answers: Sequence[tuple[str, str, str | None]]) -> int:
-        """Answers from elsewhere (key, kind, class name): all of them or none. Returns how many are new."""
+        """Add imported answers (key, kind, class name), all or none. Returns the number of new answers."""
         now, request, n_new = self.answers(), f"import-{secrets.token_hex(16)}", 0
         alike: dict[tuple[str, str | None], list[str]] = {}
         for key, kind, name in answers:
@@ -250,10 +250,10 @@ class Labels:
 
 def checked_name(name: str) -> str:
     name = " ".join(name.split())
-    shown = name.replace("\u200c", "").replace("\u200d", "")  # joiners, which some scripts and pictures need
-    if not 0 < len(name) <= LONGEST_NAME or not shown or not shown.isprintable():
-        how = f"use 1 to {LONGEST_NAME} characters, none of which steers"
-        raise UserError(f"the class name {name[:LONGEST_NAME]!r} cannot be used: {how}")
+    shown = name.replace("\u200c", "").replace("\u200d", "")  # joiners, which some scripts and emoji need
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not shown or not shown.isprintable():
+        how = f"use 1 to {MAX_NAME_LENGTH} printable characters"
+        raise UserError(f"class name {name[:MAX_NAME_LENGTH]!r} not allowed: {how}")
     return name
 
 
@@ -261,7 +261,7 @@ def _add_class(db: sqlite3.Connection, name: str) -> int:
     try:
         number = db.execute("INSERT INTO classes (name) VALUES (?)", [name]).lastrowid
     except sqlite3.IntegrityError:
-        raise Conflict(f"there is a class {name!r} already") from None
+        raise Conflict(f"the class {name!r} exists already") from None
     assert number is not None
     return number
 
@@ -284,11 +284,11 @@ def _answer(db: sqlite3.Connection, request: str, kind: str, keys: Sequence[str]
     number = _note(db, request, kind, class_id)
     for key in dict.fromkeys(keys):
         if not db.execute("SELECT 1 FROM questions WHERE key = ?", [key]).fetchone():
-            raise Missing("no such question: it may have been replaced by another, load the page again")
+            raise Missing("no such question: it may have been replaced; reload the page")
         db.execute("INSERT INTO answers (request, key) VALUES (?, ?)", [number, key])
 
 
 def _same(known: tuple[str, Any], kind: str, class_id: Any = ...) -> tuple[str, Any]:
     if known[0] != kind or (class_id is not ... and known[1] != class_id):
-        raise Conflict("a request of this name was another one: give each its own")
+        raise Conflict("this request id was used for another request: use a new one")
     return known

@@ -1,4 +1,4 @@
-"""The pages and their interface over HTTP; docs/serve.md describes it."""
+"""The pages and their HTTP interface, described in docs/serve.md."""
 
 import asyncio
 import sqlite3
@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from streamclr.base.errors import UserError
-from streamclr.labelling.store import LONGEST_NAME, Conflict, Missing
-from streamclr.web.site import MOST_CLIENTS, Site
+from streamclr.labelling.store import MAX_NAME_LENGTH, Conflict, Missing
+from streamclr.web.site import MAX_CLIENTS, Site
 from streamclr.web.view import shown
 
 KINDS = {
@@ -25,14 +25,15 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
 }
-FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # what a name stands for never changes
+CACHE_FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # the content at such a URL never changes
 
-Run = Annotated[str, InPath(pattern="^[0-9a-f]{16}$", description="a run, as /api/runs names it")]
+Run = Annotated[str, InPath(pattern="^[0-9a-f]{16}$", description="id of a run, from /api/runs")]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Token = Annotated[
-    str, Field(pattern="^[0-9A-Za-z-]{8,64}$", description="the sender's name for the request: once is enough")
+    str,
+    Field(pattern="^[0-9A-Za-z-]{8,64}$", description="id chosen by the client; repeats are ignored"),
 ]
-Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
 class Sent(BaseModel):
@@ -61,7 +62,7 @@ class NameSent(Sent):
 
 
 def make_app(site: Site) -> FastAPI:
-    """Without any check of who asks: `Safe` goes around it."""
+    """The application without any checks; `Safe` wraps it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,9 +77,9 @@ def make_app(site: Site) -> FastAPI:
         title="StreamCLR",
         version=version("streamclr"),
         openapi_url="/api/openapi.json",
-        docs_url=None,  # these load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
-        redirect_slashes=False,  # the address that it would send on to may have the token in it
+        redirect_slashes=False,  # the redirect could contain the token
         lifespan=lifespan,
         responses={404: {"description": "no such run or picture"}},
     )
@@ -122,12 +123,12 @@ def make_app(site: Site) -> FastAPI:
     @app.get("/api/live", include_in_schema=False)  # it never ends
     async def live() -> StreamingResponse:
         if site.is_full:
-            raise HTTPException(503, f"{MOST_CLIENTS} clients follow already")
+            raise HTTPException(503, f"too many open dashboards: at most {MAX_CLIENTS}")
         return StreamingResponse(site.listen(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     @app.get("/api/runs/{run}/wall")
     async def wall(run: Run) -> dict[str, Any]:
-        """The buffer as it was last written: pictures, scores, ages, map, and what left."""
+        """The buffer as last written: pictures, scores, ages, map, and the images that left."""
         content = site.walls[known(run)].content
         sheet = f"/api/runs/{run}/sheets/{content['version']}" if content["version"] else None
         return content | {"picture": sheet}
@@ -137,8 +138,8 @@ def make_app(site: Site) -> FastAPI:
         """All pictures of the buffer in one PNG."""
         picture = site.walls[known(run)].sheets.get(version)
         if picture is None:
-            raise HTTPException(404, "no such picture: there is a newer one")
-        return Response(picture, media_type="image/png", headers=FOR_A_DAY)
+            raise HTTPException(404, "picture outdated; read /wall again")
+        return Response(picture, media_type="image/png", headers=CACHE_FOR_A_DAY)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -156,20 +157,20 @@ def make_app(site: Site) -> FastAPI:
 
     @app.get("/api/runs/{run}/labels")
     def labels(run: Run) -> dict[str, Any]:
-        """What to ask next, the classes, the progress and the classifier's accuracy."""
+        """The next questions, the classes, the progress and the accuracy of the classifier."""
         return state(run)
 
     @app.get("/api/runs/{run}/pictures/{key}", response_class=Response)
     def picture(run: Run, key: Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]) -> Response:
-        """The image of a question."""
+        """The picture of a question."""
         found = worker(run).asking.labels.picture(key)
         if found is None:
             raise HTTPException(404, "no such picture")
-        return Response(found, media_type="image/png", headers=FOR_A_DAY)
+        return Response(found, media_type="image/png", headers=CACHE_FOR_A_DAY)
 
     @app.post("/api/runs/{run}/labels")
     def answer(run: Run, sent: AnswerSent) -> dict[str, Any]:
-        """An answer for one image or several; it is on the disk when this returns."""
+        """Answer for one or several pictures. It is on disk when this returns."""
         one = worker(run)
         one.asking.labels.answer(sent.request, sent.kind, sent.tasks, sent.class_)
         one.wake()
@@ -177,7 +178,7 @@ def make_app(site: Site) -> FastAPI:
 
     @app.post("/api/runs/{run}/labels/undo")
     def undo(run: Run, sent: UndoSent) -> dict[str, Any]:
-        """Take back the answer of the request `of`, or the last answer."""
+        """Undo the answer of the request `of`, or the last answer."""
         one = worker(run)
         one.asking.labels.undo(sent.request, sent.of)
         one.wake()
@@ -200,11 +201,11 @@ def make_app(site: Site) -> FastAPI:
         return JSONResponse({"detail": " ".join(shown(str(error)).split())}, status)
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
-        """In one line, without what was sent, which need not be text that can be sent back."""
+        """One line without the input, which may not be valid text."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
-        told = f"{'.'.join(str(part)[:100] for part in first['loc'])}: {first['msg']}"
-        return JSONResponse({"detail": " ".join(told.encode("ascii", "replace").decode().split())}, 422)
+        detail = f"{'.'.join(str(part)[:100] for part in first['loc'])}: {first['msg']}"
+        return JSONResponse({"detail": " ".join(detail.encode("ascii", "replace").decode().split())}, 422)
 
     async def no_disk(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": f"not saved ({error})"}, 507)
@@ -212,5 +213,5 @@ def make_app(site: Site) -> FastAPI:
     app.add_exception_handler(UserError, refuse)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(sqlite3.OperationalError, no_disk)
-    app.add_exception_handler(sqlite3.ProgrammingError, no_disk)  # closed, because its run was deleted
+    app.add_exception_handler(sqlite3.ProgrammingError, no_disk)  # the store was closed because the run was deleted
     return app

@@ -1,6 +1,6 @@
 """Checks before every request: token, Host, Origin, size and rate.
 
-Starlette's TrustedHostMiddleware is not enough: it ignores the port, refuses [::1], takes the first of two Host
+Starlette's TrustedHostMiddleware is not enough: it ignores the port, refuses [::1], looks at the first of two Host
 headers, and cannot allow numeric addresses only.
 """
 

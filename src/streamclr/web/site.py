@@ -1,4 +1,4 @@
-"""What the pages are about: the runs that are shown, the clients that look, and what is sent to them as it happens."""
+"""The runs that the pages show, and the live updates that connected browsers get."""
 
 import asyncio
 import hashlib
@@ -15,16 +15,16 @@ from streamclr.runs.status import look
 from streamclr.web.view import RunView, columns, find_runs, shown, thinned
 from streamclr.web.wall import Wall
 
-EVERY = 1.0  # seconds between two looks at the runs, for all clients together
-LOOK_FOR_RUNS = 10  # looks after which new runs are looked for
-MOST_CLIENTS = 64  # that follow at a time
-BROKEN = (UserError, OSError, ValueError, KeyError, TypeError, RuntimeError)  # of one run, which hides no other
-STILL_HERE = 15.0  # seconds after which a client that was told nothing is told that
-BEHIND, MANY = 200, 10  # messages, and as many for each run, after which a client that does not read is left
+READ_EVERY = 1.0  # seconds between two reads of the runs, for all clients together
+FIND_RUNS_EVERY = 10  # reads between two searches for new runs
+MAX_CLIENTS = 64  # of /api/live at a time
+READ_ERRORS = (UserError, OSError, ValueError, KeyError, TypeError, RuntimeError)  # one bad run must not hide others
+KEEP_ALIVE_SECONDS = 15.0  # without a message, until a client gets an empty one
+MAX_WAITING, MAX_WAITING_PER_RUN = 200, 10  # unread messages, after which a client is dropped
 
 
 class Site:
-    """paths: run directories, or directories that hold some, now or later."""
+    """paths: run directories, or directories of run directories, to which more may be added later."""
 
     def __init__(self, paths: list[Path]):
         self.paths = paths
@@ -33,15 +33,15 @@ class Site:
         self._workers: dict[str, Worker] = {}
         self._clients: set[asyncio.Queue[str | None]] = set()
         self._broken: set[Path] = set()
-        self._failed: set[str] = set()  # runs that could not be read once
-        self._anew: set[str] = set()  # whose directory has another run in it than clients know
-        self._statuses: dict[str, str] = {}  # the last that was told of each run
+        self._failed: set[str] = set()  # runs with a read error that was reported
+        self._replaced: set[str] = set()  # runs whose directory now has another run in it
+        self._statuses: dict[str, str] = {}  # the last status sent for each run
         for path in paths:
             if not find_runs([path]):
-                raise UserError(f"{path} is no run directory, and there is none in it")
+                raise UserError(f"{path} is no run directory, and has none in it")
         self._find_runs()
         if not self.views:
-            raise UserError(f"no run that can be shown in {', '.join(map(str, paths))}")
+            raise UserError(f"no readable run in {', '.join(map(str, paths))}")
 
     def _find_runs(self) -> None:
         for path in find_runs(self.paths):
@@ -53,25 +53,25 @@ class Site:
                     wall = Wall(view.path, view.about()["policy"])
                     view.update()
                     wall.update()
-                except BROKEN as error:  # or not written yet: it is tried again
+                except READ_ERRORS as error:  # or not written yet; tried again later
                     if path not in self._broken:
                         self._broken.add(path)
-                        say(f"streamclr: left out: {shown(path.name)}: {shown(str(error))}")
+                        say(f"streamclr: cannot read {shown(path.name)}, left out: {shown(str(error))}")
                     continue
                 self.views[number], self.walls[number] = view, wall
-                if known is not None:  # it was deleted, and another run is in its place
-                    self._anew.add(number)
+                if known is not None:  # it was deleted and another run took its place
+                    self._replaced.add(number)
                     if worker := self._workers.pop(number, None):
-                        threading.Thread(target=worker.close, daemon=True).start()  # it may be busy for a while
+                        threading.Thread(target=worker.close, daemon=True).start()  # closing may take a while
 
     def worker(self, run: str) -> Worker:
-        """The one who asks about a run; it begins when it is first looked for. Only called one at a time."""
+        """The labelling worker of a run, started on first use. The caller holds a lock."""
         if run not in self._workers:
             self._workers[run] = Worker(Asking(self.views[run].directory))
         return self._workers[run]
 
     def opened(self, run: str) -> None:
-        """Somebody opens the page on which it is asked about."""
+        """Called when somebody opens the labelling page of a run."""
         if worker := self._workers.get(run):
             worker.look_anew()
 
@@ -82,34 +82,34 @@ class Site:
     # ------------------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Look at all runs every second, while there is somebody to tell, and tell what is new."""
-        n_looks = 0
+        """Read all runs every second while there are clients, and send them what is new."""
+        n_reads = 0
         while True:
-            if (self._clients or self._workers) and n_looks % LOOK_FOR_RUNS == 0:
+            if (self._clients or self._workers) and n_reads % FIND_RUNS_EVERY == 0:
                 await asyncio.to_thread(self._find_runs)
-            n_looks += 1
+            n_reads += 1
             if self._clients:
                 for run in list(self.views):
                     for message in await asyncio.to_thread(self._news, run):
                         self._tell(message)
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(READ_EVERY)
 
     def _news(self, run: str) -> list[str]:
         view, wall = self.views[run], self.walls[run]
         try:
             return self._changes(run, view, wall)
-        except BROKEN as error:  # its disk is gone, say: it stays as it was
+        except READ_ERRORS as error:  # the disk is gone, for example: show the last state
             if run not in self._failed:
                 self._failed.add(run)
-                say(f"streamclr: {shown(view.name)} is shown as it was: {shown(str(error))}")
+                say(f"streamclr: cannot read {shown(view.name)}, its last state is shown: {shown(str(error))}")
             return []
 
     def _changes(self, run: str, view: RunView, wall: Wall) -> list[str]:
         look(view.path)
         anew, points = view.update()
         messages = []
-        if anew or run in self._anew:
-            self._anew.discard(run)
+        if anew or run in self._replaced:
+            self._replaced.discard(run)
             messages.append(self._history(run))
         elif points:
             messages.append(_message("steps", {"run": run, "reset": False, **columns(points)}))
@@ -126,7 +126,7 @@ class Site:
 
     def _tell(self, message: str) -> None:
         for client in list(self._clients):
-            if client.qsize() >= BEHIND + MANY * len(self.views):
+            if client.qsize() >= MAX_WAITING + MAX_WAITING_PER_RUN * len(self.views):
                 self._clients.discard(client)
                 client.put_nowait(None)
             else:
@@ -134,15 +134,15 @@ class Site:
 
     @property
     def is_full(self) -> bool:
-        return len(self._clients) >= MOST_CLIENTS
+        return len(self._clients) >= MAX_CLIENTS
 
     def let_go(self) -> None:
-        """Tell all clients that it is over."""
+        """End the connections of all clients."""
         for client in self._clients:
             client.put_nowait(None)
 
     async def listen(self) -> AsyncIterator[str]:
-        """All that a client is told, from now on."""
+        """The messages for one client, beginning with the history of all runs."""
         client: asyncio.Queue[str | None] = asyncio.Queue()
         begin = []
         for run, view in list(self.views.items()):
@@ -153,9 +153,9 @@ class Site:
                 yield first
             while True:
                 try:
-                    message = await asyncio.wait_for(client.get(), STILL_HERE)
+                    message = await asyncio.wait_for(client.get(), KEEP_ALIVE_SECONDS)
                 except asyncio.TimeoutError:
-                    message = ":\n\n"  # a comment: whether the client is still there shows only when it is written to
+                    message = ":\n\n"  # an SSE comment: a write is the only way to notice that the client is gone
                 if message is None:
                     return
                 yield message
@@ -164,7 +164,7 @@ class Site:
 
 
 def run_id(path: Path) -> str:
-    """The same for the same directory after a restart."""
+    """An id that is the same for the same directory after a restart."""
     return hashlib.blake2b(str(path.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A run as pages see it, read from its directory alone: its journal as it grows, its state, its health."""
+"""A run as the pages show it, read from its directory: the growing journal, the state, the health."""
 
 import json
 import math
@@ -14,21 +14,21 @@ from streamclr.base.options import redacted, split
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.loop import COLLAPSED, N_COLLAPSED
 
-MOST_POINTS = 1000  # of a chart
-WHOLE = 8 * 2**20  # bytes of a journal that are read from its beginning; of a longer one, samples
-WAITING = 30.0  # seconds without a step after which a run waits
+MAX_POINTS = 1000  # of a chart
+MAX_JOURNAL_BYTES = 8 * 2**20  # a longer journal is sampled instead of read in full
+WAITING_SECONDS = 30.0  # without a step, until a run is shown as waiting
 COLUMNS = ("step", "seen", "time", "loss", "score", "replaced", "rescored", "spread", "rate", "memory", "accuracy")
 Point = dict[str, float | None]
 
 
 class JournalTail:
-    """The steps of a run so far, thinned to what a chart can show, and those that came since the last look."""
+    """The steps of a run so far, thinned for a chart, and the new ones since the last read."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.points: list[Point] = []
         self.recent: deque[Point] = deque(maxlen=500)  # not thinned
         self.last: dict[str, Any] = {}
@@ -37,35 +37,35 @@ class JournalTail:
         self._rate: float | None = None
 
     def read(self) -> tuple[bool, list[Point]]:
-        """Whether the journal began anew, and the new points, at most MOST_POINTS."""
+        """Whether the journal was started again, and the new points, at most MAX_POINTS."""
         try:
             size = self.path.stat().st_size
-        except OSError:  # not there yet, or no more: what was shown stays
+        except OSError:  # not there yet, or deleted: keep what is shown
             return False, []
         anew = size < self._offset
         if anew:
-            self._forget()
-        # The journal is the first rank's; the others of this machine have a directory each.
+            self._reset()
+        # The journal counts the images of rank 0; each further rank of this machine has a directory.
         self.n_ranks = 1 + sum(1 for _ in (self.path.parent / "ranks").glob("*"))
         if size == self._offset:
             return anew, []
         new: list[Point] = []
         with self.path.open("rb") as file:
-            if size - self._offset > WHOLE:
+            if size - self._offset > MAX_JOURNAL_BYTES:
                 new += self._sample(file, size)
             file.seek(self._offset)
             lines = (self._rest + file.read(size - self._offset)).split(b"\n")
         self._offset, self._rest = size, lines.pop()
         new += [point for line in lines if (point := self._point(line))]
-        return anew, new[:: -(-len(new) // MOST_POINTS)] if new else []
+        return anew, new[:: -(-len(new) // MAX_POINTS)] if new else []
 
     def _sample(self, file: Any, size: int) -> list[Point]:
-        """Lines at even distances, up to where the rest is read in full."""
-        end = size - WHOLE // 8
+        """Lines at even distances, up to the last part, which is read in full."""
+        end = size - MAX_JOURNAL_BYTES // 8
         found = []
-        for place in range(self._offset, end, max(1, (end - self._offset) // MOST_POINTS)):
+        for place in range(self._offset, end, max(1, (end - self._offset) // MAX_POINTS)):
             file.seek(place)
-            file.readline()  # the rest of one
+            file.readline()  # skip the rest of a line
             if file.tell() < end and (point := self._point(file.readline())):
                 found.append(point)
         file.seek(end)
@@ -84,7 +84,7 @@ class JournalTail:
         if self._n % self._every == 0 or point["accuracy"] is not None:
             self.points.append(point)
         self._n += 1
-        if len(self.points) > 2 * MOST_POINTS:
+        if len(self.points) > 2 * MAX_POINTS:
             self._every *= 2
             self.points = self.points[::2]
         return point
@@ -97,7 +97,7 @@ class JournalTail:
         return {name: value if isinstance(value, int | float) else None for name, value in point.items()}
 
     def _speed(self, step: dict[str, Any]) -> float | None:
-        """Images a second between the last two steps, smoothed; pauses count, as the owner of a camera sees it."""
+        """Images per second between the last two steps, smoothed, pauses included."""
         before = self.last
         if not all(isinstance(one.get("time"), int | float) for one in (before, step)):
             return self._rate
@@ -109,7 +109,7 @@ class JournalTail:
 
 
 class RunView:
-    """One run: what its directory says now. `update` is called about once a second, for all clients together."""
+    """One run. `update` reads its directory again, about once a second for all clients together."""
 
     def __init__(self, path: Path):
         self.directory = RunDirectory.existing(path)
@@ -121,14 +121,14 @@ class RunView:
         self.events: deque[dict[str, Any]] = deque(maxlen=20)
         self._events_offset = 0
         self.state = "stopped"
-        self._told: dict[str, Any] = {}  # the last status.json
+        self._status: dict[str, Any] = {}  # the last status.json
 
     def _identify(self) -> tuple[int, int]:
         file = (self.path / "config.json").stat()
         return file.st_ino, file.st_mtime_ns
 
     def is_another(self) -> bool:
-        """Whether another run is in its place now."""
+        """Whether the directory now has another run in it."""
         try:
             return self._identify() != self._identity
         except OSError:
@@ -145,7 +145,7 @@ class RunView:
 
     def update(self) -> tuple[bool, list[Point]]:
         """The new points of the journal, as `JournalTail.read` gives them."""
-        self._told = _json(self.path / "status.json")
+        self._status = _json(self.path / "status.json")
         self._read_events()
         found = self.journal.read()
         self.state = self._find_state()
@@ -160,7 +160,7 @@ class RunView:
         except OSError:
             return "stopped"
         last = self.journal.last.get("time")
-        return "waiting" if last is None or time.time() - last > WAITING else "learning"
+        return "waiting" if last is None or time.time() - last > WAITING_SECONDS else "learning"
 
     def _read_events(self) -> None:
         try:
@@ -177,12 +177,12 @@ class RunView:
                 event = json.loads(line)
                 self.events.append({"time": event["time"], "step": event["step"], "event": shown(event["event"])})
             except (ValueError, KeyError, TypeError):
-                continue  # damaged, or the rest of a line
+                continue  # damaged, or cut off at the start
 
     def status(self) -> dict[str, Any]:
-        last, told = self.journal.last, self._told
+        last, written = self.journal.last, self._status
         alive = self.state in ("learning", "waiting")
-        account, seen = told.get("account"), last.get("seen", 0) * self.journal.n_ranks
+        account, seen = written.get("account"), last.get("seen", 0) * self.journal.n_ranks
         if self.state == "finished":
             results = _json(self.path / "results.json")
             account, seen = results.get("account", account), results.get("images", seen)
@@ -198,32 +198,34 @@ class RunView:
             "kept_out": last.get("kept_out"),
             "health": self._health(),
             "events": list(self.events),
-            "checkpoint": told.get("checkpoint"),
+            "checkpoint": written.get("checkpoint"),
             "sources": self._sources,
         }
 
     def _health(self) -> list[dict[str, Any]]:
-        """What somebody who looks after the run should know, the good news included."""
+        """Checks of the run, each with a verdict: collapse, drift, disk, numbers, sources."""
         recent = list(self.journal.recent)
         found = []
         spreads = [p["spread"] for p in recent[-N_COLLAPSED:] if p["spread"] is not None]
         if spreads:
             collapsed = len(spreads) == N_COLLAPSED and max(spreads) < COLLAPSED
-            text = "all projections are alike: lower the learning rate" if collapsed else "projections differ"
+            text = (
+                "collapsed, all projections are alike: lower the learning rate" if collapsed else "projections differ"
+            )
             found.append(_item("collapse", not collapsed, f"{text} (spread {spreads[-1]:.2g})"))
         found.append(self._drift(recent))
-        if failures := self._told.get("checkpoint_failures"):
+        if failures := self._status.get("checkpoint_failures"):
             found.append(_item("disk", False, f"{failures} checkpoints could not be written"))
-        if undone := self._told.get("undone"):
-            found.append(_item("numbers", False, f"{undone} steps were undone, their numbers were not finite"))
+        if undone := self._status.get("undone"):
+            found.append(_item("numbers", False, f"{undone} steps were undone: their numbers were not finite"))
         for name, source in self._sources.items():
-            text = "frames come" if source["connected"] else "no frames, it is tried again"
+            text = "frames arrive" if source["connected"] else "no frames, reconnecting"
             found.append(_item("source", source["connected"], f"{name}: {text}, lost {source['lost']} times"))
         return found
 
     @property
     def _sources(self) -> dict[str, Any]:
-        told = self._told.get("sources")
+        told = self._status.get("sources")
         return {
             shown(name): {"connected": bool(source.get("connected")), "lost": source.get("lost", 0)}
             for name, source in (told.items() if isinstance(told, dict) else ())
@@ -231,22 +233,22 @@ class RunView:
         }
 
     def _drift(self, recent: list[Point]) -> dict[str, Any]:
-        """The stream has changed if the last steps replace far more, or far less, than those before them did."""
+        """The stream has drifted if the last steps replace many more or fewer images than those before."""
         shares = [p["replaced"] for p in recent if p["replaced"] is not None]
         before, now = shares[:-N_NOW], shares[-N_NOW:]
         if len(before) < N_BEFORE:
-            return _item("drift", True, f"not known before step {N_NOW + N_BEFORE}")
+            return _item("drift", True, f"known from step {N_NOW + N_BEFORE} on")
         old, new = fmean(before), fmean(now)
         noise = pstdev(before) / math.sqrt(N_NOW) + 0.005
         text = f"{100 * new:.1f} % replaced in the last {N_NOW} steps, {100 * old:.1f} % before"
         return _item("drift", abs(new - old) < 6 * noise, text)
 
 
-N_NOW, N_BEFORE = 20, 50  # steps that drift is told from
+N_NOW, N_BEFORE = 20, 50  # steps that are compared to detect drift
 
 
 def shown(text: str) -> str:
-    """Text as it may be sent: without passwords, and without the bytes of file names that are no text."""
+    """Text that is safe to send: without passwords, and valid UTF-8 even for odd file names."""
     return redacted(text).encode("utf-8", "replace").decode()
 
 
@@ -255,7 +257,7 @@ def columns(points: list[Point]) -> dict[str, list[float | None]]:
 
 
 def thinned(points: list[Point]) -> list[Point]:
-    return list(islice(points, 0, None, max(1, -(-len(points) // MOST_POINTS))))
+    return list(islice(points, 0, None, max(1, -(-len(points) // MAX_POINTS))))
 
 
 def _item(what: str, ok: bool, text: str) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """Run directories among these, and in those that hold some."""
+    """The run directories among these paths and directly inside them."""
     found: list[Path] = []
     for path in paths:
         if (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""The buffer as a wall of pictures: one sheet of all of them, a map of their features, and why others left."""
+"""The buffer as a wall of pictures: one sheet with all of them, a map of their features, and why others left."""
 
 import io
 import json
@@ -15,30 +15,30 @@ from streamclr.base.errors import UserError
 from streamclr.base.tensors import load_metadata, load_tensors
 
 COLUMNS = 16  # pictures in a row of the sheet
-LARGEST = 64  # pixels of a picture's side in the sheet
-MOST = 1024  # pictures in it, so that a large buffer does not choke a phone
+MAX_SIDE = 64  # pixels of a picture in the sheet
+MAX_PICTURES = 1024  # so that a large buffer does not choke a phone
 
-WHY = {
-    "fifo": "the oldest made room",
-    "random": "not in the random draw",
-    "reservoir": "its place was drawn for a newer one",
-    "k-center": "near others that stayed",
+REASONS = {
+    "fifo": "it was the oldest",
+    "random": "not drawn at random",
+    "reservoir": "replaced at random by a newer image",
+    "k-center": "too near to images that stayed",
 }
 
 
 class Wall:
-    """The last picture of the buffer that a run wrote."""
+    """The buffer as a run last wrote it."""
 
     def __init__(self, path: Path, policy: str):
         self.file, self.policy = path / "buffer.safetensors", policy
         self.version = ""
-        self.sheets: dict[str, bytes] = {}  # the last two, by version: a client may be about to ask for the older
+        self.sheets: dict[str, bytes] = {}  # the last two, by version: a client may still ask for the older one
         self.content: dict[str, Any] = {"version": "", "picture": None, "cells": [], "left": [], "n": 0}
         self._changed = 0
         self._axes: Tensor | None = None
 
     def update(self) -> bool:
-        """Read it again if it has changed; whether it has."""
+        """Read the file again if it has changed. Returns whether it has."""
         try:
             changed = self.file.stat().st_mtime_ns
             if changed == self._changed:
@@ -53,11 +53,11 @@ class Wall:
         return True
 
     def _show(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-        images, left = tensors["images"][:MOST], tensors.get("left_images", tensors["images"][:0])
-        scores, ages, arrivals = (tensors[name][:MOST] for name in ("scores", "ages", "arrivals"))
+        images, left = tensors["images"][:MAX_PICTURES], tensors.get("left_images", tensors["images"][:0])
+        scores, ages, arrivals = (tensors[name][:MAX_PICTURES] for name in ("scores", "ages", "arrivals"))
         points: list[tuple[float | None, float | None]] = [(None, None)] * len(images)
         if "features" in tensors:
-            points = [*self._map(tensors["features"][:MOST])]
+            points = [*self._map(tensors["features"][:MAX_PICTURES])]
         lowest = float(scores.min()) if len(scores) and not bool(scores.isnan().any()) else None
         cells = [
             {"arrival": arrival, "score": _number(score), "age": age, "entered": age == 0, "x": x, "y": y}
@@ -71,7 +71,7 @@ class Wall:
                 | {"why": self._why(_number(score), lowest, about.get("guards", {}).get(str(arrival)))}
                 for i, (arrival, score, age) in enumerate(
                     zip(
-                        *(tensors[f"left_{name}"][:MOST].tolist() for name in ("arrivals", "scores", "ages")),
+                        *(tensors[f"left_{name}"][:MAX_PICTURES].tolist() for name in ("arrivals", "scores", "ages")),
                         strict=True,
                     )
                 )
@@ -79,7 +79,7 @@ class Wall:
             if "left_scores" in tensors
             else []
         )
-        sheet, cell = make_sheet(torch.cat([images, left[:MOST]]))
+        sheet, cell = make_sheet(torch.cat([images, left[:MAX_PICTURES]]))
         self.version = secrets.token_hex(16)
         self.sheets = dict([*self.sheets.items(), (self.version, sheet)][-2:])
         self.content = {
@@ -96,16 +96,15 @@ class Wall:
 
     def _why(self, score: float | None, lowest: float | None, guard: str | None) -> str:
         if guard:
-            return f"hidden by the guard against {GUARDED[guard]}"
-        if self.policy in WHY:
-            return WHY[self.policy]
+            return f"removed by the guard against {GUARDED[guard]}"
+        if self.policy in REASONS:
+            return REASONS[self.policy]
         if score is None or lowest is None:
-            return "others were preferred"
-        return f"score {score:.3f}, the lowest that stayed {lowest:.3f}"
+            return "the policy preferred other images"
+        return f"score {score:.3f}; lowest score kept {lowest:.3f}"
 
     def _map(self, features: Tensor) -> list[tuple[float, float]]:
-        """The two directions in which the features differ most; turned as they were the last time, so that it does not
-        jump from one picture to the next."""
+        """The first two principal components, rotated to match the last map so that points do not jump."""
         centred = features.double() - features.double().mean(0)
         if len(features) < 3 or not bool(centred.any()):
             return [(0.0, 0.0)] * len(features)
@@ -124,7 +123,7 @@ class Wall:
 GUARDED = {
     "stay": "images that stay too long",
     "duplicates": "duplicates",
-    "quarantine": "what never gets easier",
+    "quarantine": "images that never get easier",
     "smear": "smears",
     "noise": "noise",
     "blank": "blank frames",
@@ -132,9 +131,9 @@ GUARDED = {
 
 
 def make_sheet(images: Tensor) -> tuple[bytes, int]:
-    """A PNG of pictures in rows of COLUMNS, and the side of each in pixels."""
+    """A PNG with the pictures in rows of COLUMNS, and the side of each in pixels."""
     side = images.shape[-1]
-    while side > LARGEST:
+    while side > MAX_SIDE:
         side = -(-side // 2)
     n_rows = -(-len(images) // COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * side, max(1, n_rows) * side))

@@ -1,4 +1,4 @@
-"""Flower itself, which only a fleet needs: one place to say that it is missing, and that it sends nothing home."""
+"""Processes of Flower. Only a fleet needs it; its telemetry is switched off here."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ from streamclr.base.errors import UserError
 
 
 def need_flower(simulation: bool = False) -> None:
-    """To be called before the first import of Flower, which reads these then."""
+    """Call it before the first import of Flower, which reads these variables then."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     if importlib.util.find_spec("flwr") is None:

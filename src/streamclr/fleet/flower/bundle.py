@@ -12,7 +12,7 @@ from streamclr.base.errors import UserError
 if TYPE_CHECKING:
     from flwr.supercore.fab import Fab
 
-VERSION = "1.2.0"  # of what server and devices say to each other; another is refused by both
+VERSION = "1.2.0"  # of the protocol between server and devices; both reject any other
 APP = f"""[project]
 name = "fleet"
 version = "{VERSION}"
@@ -41,10 +41,8 @@ def bundle() -> "Fab":
 
 
 def checked_bundle(fab: "Fab") -> "Fab":
-    """The bundle that a server sent, if it is ours to the byte."""
+    """The bundle that a server sent, if it is identical to ours."""
     own = bundle()
     if (fab.hash_str, fab.content) != (own.hash_str, own.content):
-        raise UserError(
-            f"the server sent another app ({fab.hash_str[:8]}): it is of another version, or not to be trusted"
-        )
+        raise UserError(f"the server sent another app ({fab.hash_str[:8]}): another version, or not to be trusted")
     return fab

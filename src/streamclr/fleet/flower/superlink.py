@@ -7,17 +7,17 @@ control: whoever reaches the port could register a key of his own.
 import ipaddress
 from typing import Any
 
-OPEN = "/v1/fleet/"  # where every call is signed with a device's key
+DEVICE_PATH = "/v1/fleet/"  # every call here is signed with a device's key
 
 
 def own_address(host: str) -> str:
-    """Where this machine reaches what it listens at."""
+    """The address under which this machine reaches its own server."""
     return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
 
 
 def is_allowed(path: str, client: str | None, server: str | None) -> bool:
-    """Whether a call may pass: to the devices' part from anywhere, to the rest from this machine."""
-    if path.startswith(OPEN) and ".." not in path:
+    """Whether a call is allowed: the devices' part from anywhere, the rest from this machine only."""
+    if path.startswith(DEVICE_PATH) and ".." not in path:
         return True
     try:
         return client is not None and (client == server or ipaddress.ip_address(client).is_loopback)
@@ -26,7 +26,7 @@ def is_allowed(path: str, client: str | None, server: str | None) -> bool:
 
 
 class Gate:
-    """An ASGI app in front of another."""
+    """ASGI middleware that applies `is_allowed`."""
 
     def __init__(self, app: Any):
         self.app = app

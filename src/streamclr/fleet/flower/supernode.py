@@ -1,4 +1,4 @@
-"""Flower's SuperNode as a process, which runs the app of a fleet and no other."""
+"""Flower's SuperNode as a process that runs only the app of a fleet."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-// Two drawings by hand: lines over a common x axis, and a map of points.
+// A line chart and a map of points, drawn as SVG.
 
 import { el, svg } from "./common.js";
 
@@ -6,9 +6,9 @@ const LEFT = 52; // pixels for the labels of the y axis
 const RIGHT = 12;
 const TOP = 8;
 const BOTTOM = 24;
-const NEAR = 16; // pixels beside the end of a line that still mean its last value
+const NEAR = 16; // pixels beside the end of a line where the pointer still selects its last value
 
-// Round numbers of which about n fall between low and high; `units` are round steps where decimal ones are not (time).
+// About n round numbers between low and high; `units` are the round steps of a non-decimal scale such as time.
 function ticks(low, high, n, units = null) {
   const least = (high - low) / n || 1;
   const power = 10 ** Math.floor(Math.log10(least));
@@ -41,7 +41,7 @@ function nearest(xs, x) {
   return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
 }
 
-// A lowest and a highest point per pixel column: extremes stay visible, and the path stays short for small devices.
+// The lowest and highest point of each pixel column: extremes stay visible and the path stays short.
 function thinned(points, width) {
   if (points.length <= 3 * width) return points;
   const kept = [];
@@ -60,7 +60,7 @@ function thinned(points, width) {
 
 export class LineChart {
   // figure: gets the drawing. format: y as text. zero: the axis starts at 0. most: the axis never ends above.
-  // sparse: values that are known here and there only; they are joined over the gaps and each gets a dot.
+  // sparse: few values are known; they are joined over the gaps, and each gets a dot.
   constructor(figure, { title, format, zero = false, most = Infinity, sparse = false, height = 170 }) {
     Object.assign(this, { figure, title, format, zero, most, sparse, height, series: [], at: null });
     this.svg = svg("svg", { role: "img", tabindex: 0, height });
@@ -122,7 +122,7 @@ export class LineChart {
         y1 = Math.max(y1, y[i]);
       }
     }
-    const around = x0 === x1 ? Math.abs(x0) / 2 || 1 : 0; // one single point stands in the middle
+    const around = x0 === x1 ? Math.abs(x0) / 2 || 1 : 0; // a single point is centred
     [x0, x1] = [x0 - around, x1 + around];
     const margin = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
     y0 = this.zero ? Math.min(0, y0) : y0 - margin;
@@ -182,7 +182,7 @@ export class LineChart {
     const longest = this.series.reduce((a, b) => (b.known.length > a.known.length ? b : a));
     const xs = longest.known.map((i) => longest.x[i]);
     const here = this.at === null ? xs.length - 1 : nearest(xs, this.at);
-    // A key moves by a pixel at least, or a thousand values would take a thousand presses to no visible end.
+    // A key moves by at least one pixel, however dense the values are.
     const stride = Math.max(1, Math.round(xs.length / 100));
     const there = { ArrowLeft: here - stride, ArrowRight: here + stride, Home: 0, End: xs.length - 1 }[key];
     this.show(xs[Math.max(0, Math.min(xs.length - 1, there))]);
@@ -199,7 +199,7 @@ export class LineChart {
     for (const one of this.series) {
       const xs = one.known.map((i) => one.x[i]);
       const i = one.known[nearest(xs, x)];
-      // A run that ended before, or began after, has no value here.
+      // A run that ended before this x or began after it has no value.
       if ((x < xs[0] || x > xs.at(-1)) && Math.abs(this.toX(one.x[i]) - this.toX(x)) > NEAR) continue;
       if (at === null || Math.abs(one.x[i] - x) < Math.abs(at - x)) at = one.x[i];
       const [cx, cy] = [this.toX(one.x[i]).toFixed(1), this.toY(one.y[i]).toFixed(1)];
@@ -221,7 +221,7 @@ export class LineChart {
 const EDGE = 16; // pixels between the outermost points and the frame
 const FIFTHS = 5;
 
-// Points in the square -1..1; hover, touch or arrow keys choose one, and `told(i)` hears of it (null: none).
+// Points in the square -1..1; hover, touch or arrow keys select one and call `told(i)` (null: none).
 export class PointMap {
   constructor(box, told) {
     Object.assign(this, { box, told, points: [], chosen: null });
@@ -247,7 +247,7 @@ export class PointMap {
     const again = points.findIndex((point) => point.key === key);
     this.chosen = again < 0 ? null : again;
     const scores = points.map((point) => point.score).filter(isKnown).sort((a, b) => a - b);
-    // Fifths of the points, not of the range: a few high scores would leave all others in one colour.
+    // Fifths of the points, not of the range, or a few high scores would leave all others in one colour.
     this.fifth = (score) => (isKnown(score) ? Math.floor((nearest(scores, score) / scores.length) * FIFTHS) : null);
     this.range = scores.length ? [scores[0], scores.at(-1)] : null;
     this.draw();
@@ -312,7 +312,7 @@ export class PointMap {
       const along = (px - x) * dx + (py - y) * dy;
       const across = Math.abs((px - x) * dy) + Math.abs((py - y) * dx);
       if (i === this.chosen || along <= 0) continue;
-      const away = along + 2 * across; // rather straight on than near
+      const away = along + 2 * across; // prefer points straight ahead over near ones
       if (away < least) [best, least] = [i, away];
     }
     if (best !== null) this.choose(best);

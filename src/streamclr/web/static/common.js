@@ -1,10 +1,10 @@
-// What the pages are made of: elements, numbers as text, requests, pictures, answers on their way.
+// Shared by the pages: elements, number formats, requests, pictures, and answers waiting to be saved.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const $ = (selector, root = document) => root.querySelector(selector);
 
-// Strings become text nodes, never markup: class names, sources and events come from outside.
+// Strings become text nodes, never markup: class names, sources and events are untrusted.
 export function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -71,7 +71,7 @@ export function clock(when) {
   return isToday ? time : `${date.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}`;
 }
 
-// An answer that is no 200. `again` says whether the same request may succeed later.
+// A failed request. `again` says whether the same request may succeed later.
 export class Refused extends Error {
   constructor(status, detail) {
     super(detail);
@@ -80,10 +80,10 @@ export class Refused extends Error {
   }
 }
 
-const TOLD = {
+const MESSAGES = {
   0: "no answer from the server",
   401: "not signed in: open the URL that the server printed",
-  429: "too fast for the server",
+  429: "too many requests, waiting",
 };
 
 export async function request(path, { method = "GET", body } = {}) {
@@ -98,11 +98,11 @@ export async function request(path, { method = "GET", body } = {}) {
     });
     if (answer.ok) return await answer.json();
   } catch {
-    throw new Refused(0, TOLD[0]); // the connection broke, perhaps after the server had acted
+    throw new Refused(0, MESSAGES[0]); // the connection broke, perhaps after the server had acted
   }
   const said = await answer.json().catch(() => ({}));
   const detail = typeof said.detail === "string" ? said.detail : `the server answered ${answer.status}`;
-  throw new Refused(answer.status, TOLD[answer.status] ?? detail);
+  throw new Refused(answer.status, MESSAGES[answer.status] ?? detail);
 }
 
 // crypto.randomUUID exists in secure contexts only, and http:// on a bind address other than the loopback is none.
@@ -115,7 +115,7 @@ export function uuid() {
   return [hex.slice(0, 8), hex.slice(8, 12), hex.slice(12, 16), hex.slice(16, 20), hex.slice(20)].join("-");
 }
 
-// localStorage throws where a browser forbids it; the page then works without a memory.
+// localStorage throws where a browser forbids it; the page then works without it.
 export function recall(key, otherwise = null) {
   try {
     return JSON.parse(localStorage.getItem(`streamclr.${key}`)) ?? otherwise;
@@ -145,7 +145,7 @@ export const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1
 const SMALL = 160; // pixels; pictures up to this width are enlarged with visible pixels, not blurred
 const MOST_PICTURES = 500;
 
-// It asks again if it does not arrive: a browser would leave it broken for good.
+// Loads again after a failure: a browser would leave it broken.
 export function picture(path) {
   const image = el("img", { src: path, alt: "", draggable: "false" });
   let wait = 1;
@@ -174,11 +174,11 @@ export class Pictures {
   }
 }
 
-// Answers on their way to the disk of the server: sent in order, one at a time, each until it is acknowledged. They
-// wait in the browser's storage, each under a key of its own: two tabs of one run do not overwrite each other's.
+// Answers that the server has not saved yet: sent in order, one at a time, each until it is acknowledged. They wait
+// in localStorage, each under its own key, so that two tabs do not overwrite each other's.
 export class Outbox {
-  // base: path of the run. changed(): something entered, left or failed. taken(state, entry): acknowledged.
-  // refused(problem, entry): will never be.
+  // base: path of the run. changed(): an entry was added, removed or failed. taken(state, entry): acknowledged.
+  // refused(problem, entry): rejected for good.
   constructor(base, { changed, taken, refused }) {
     Object.assign(this, { base, changed, taken, refused, trouble: null, n: 0, version: 0, isBusy: false });
     this.prefix = `answer.${base}/`;
@@ -231,7 +231,7 @@ export class Outbox {
     remember(entry.key, null);
   }
 
-  // The undo that waits for this answer: without the answer it would take back an older one.
+  // The queued undo of this answer: without the answer it would undo an older one.
   undoOf(answer) {
     let depth = 0;
     for (const entry of answer.path === "/labels" ? this.entries.slice(1) : []) {
@@ -241,7 +241,7 @@ export class Outbox {
     return null;
   }
 
-  // Tasks that are answered, as far as this page knows, and the server does not know yet.
+  // Tasks that are answered on this page but not yet on the server.
   tasks() {
     const stack = [];
     for (const { path, body } of this.entries) {

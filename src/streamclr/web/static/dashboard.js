@@ -1,4 +1,4 @@
-// The dashboard: what the server tells of all runs, live.
+// The dashboard: all runs, live.
 
 import { $, bytes, clock, count, decimal, duration, el, pause, percent, perSecond, recall } from "./common.js";
 import { remember, request, setText, short } from "./common.js";
@@ -6,8 +6,8 @@ import { LineChart, PointMap, SECONDS } from "./chart.js";
 
 const COLUMNS = "step seen time loss score replaced rescored spread rate memory accuracy".split(" ");
 const N_COLOURS = 8;
-const MOST_POINTS = 4000; // per run; a page that stays open for weeks must not grow
-const FIRST_SHOWN = 4; // runs that are laid over each other before anybody chose
+const MAX_POINTS = 4000; // per run; a page that stays open for weeks must not grow
+const N_SHOWN_FIRST = 4; // runs in the charts before the user has chosen
 
 const CHARTS = {
   loss: { title: "Loss", format: decimal },
@@ -22,7 +22,7 @@ const CHARTS = {
 
 const AXES = {
   seen: { of: (run) => run.steps.seen, format: short, tell: (x) => `${count(x)} images` },
-  // Since the first step: runs of different days lie over each other.
+  // Since the first step, so that runs of different days can be compared.
   time: {
     of: (run) => run.steps.time.map((time) => time - run.steps.time[0]),
     format: duration,
@@ -44,7 +44,7 @@ async function listRuns() {
   for (const [id, run] of runs) if (!ids.has(id)) runs.delete(id), run.card.remove();
   const chosen = recall("shown");
   const lively = listed.filter((run) => run.state === "learning" || run.state === "waiting");
-  const first = (lively.length ? lively : listed).slice(0, FIRST_SHOWN).map((run) => run.id);
+  const first = (lively.length ? lively : listed).slice(0, N_SHOWN_FIRST).map((run) => run.id);
   const isShown = (id) => (chosen && listed.some((run) => chosen.includes(run.id)) ? chosen : first).includes(id);
   for (const info of listed) {
     const run = runs.get(info.id) ?? newRun(info.id, isShown(info.id));
@@ -136,7 +136,7 @@ function drawCharts() {
   }
 }
 
-// At most once a second: a step may come ten times as often, and the device has better things to do.
+// At most once a second: steps may come ten times as often, and drawing costs time on small devices.
 let isDue = false;
 function drawSoon(wait) {
   if (isDue) return;
@@ -182,14 +182,14 @@ const listOr = (items, nothing) => (items.length ? items : [el("li", { class: "n
 let drawn = "";
 function drawDetails() {
   const known = JSON.stringify([selected, runs.get(selected)?.status]);
-  if (known === drawn) return; // what somebody reads or marks stays as it is
+  if (known === drawn) return; // do not redraw what the user may be reading or marking
   drawn = known;
   const { status = {} } = runs.get(selected) ?? {};
   const { health = [], account, kept_out: keptOut, events = [], sources = {}, checkpoint } = status;
   $("#health").replaceChildren(...listOr(health.map(({ what, ok, text }) =>
     el("li", { class: ok ? "ok" : "not-ok", "data-health": what, "data-ok": String(ok) },
       el("b", { class: "verdict" }, ok ? "ok" : "not ok"), el("span", {}, el("b", {}, what), ` ${text}`))),
-    "nothing to tell yet"));
+    "no data yet"));
   $("#account").replaceChildren(...accountRows(account, keptOut));
   $("#sources").replaceChildren(...listOr(Object.entries(sources).map(([name, { connected, lost }]) =>
     el("li", { class: connected ? "ok" : "not-ok" },
@@ -199,7 +199,7 @@ function drawDetails() {
   const said = [...events].reverse().map(({ time, step, event }) =>
     el("li", {}, el("span", { class: "note" }, `${clock(time)} · step ${count(step)}`), el("span", {}, event)));
   if (checkpoint != null) said.push(el("li", { class: "note" }, `last checkpoint: step ${count(checkpoint)}`));
-  $("#events").replaceChildren(...listOr(said, "none yet"));
+  $("#events").replaceChildren(...listOr(said, "no events yet"));
 }
 
 function accountRows(account, keptOut) {
@@ -219,10 +219,10 @@ function accountRows(account, keptOut) {
     if (open) rows.push(row(open > 0 ? "+ not decided yet" : "counted twice", Math.abs(open), received));
   }
   if (keptOut && Object.keys(keptOut).length) {
-    rows.push(el("tr", { class: "group" }, el("th", { colspan: 3 }, "kept out of the buffer by guards")));
+    rows.push(el("tr", { class: "group" }, el("th", { colspan: 3 }, "kept out of the buffer by the guards")));
     for (const [guard, n] of Object.entries(keptOut)) rows.push(row(guard, n, 0, "part"));
   }
-  return [rows.length ? el("table", {}, el("tbody", {}, ...rows)) : el("p", { class: "note" }, "no account yet")];
+  return [rows.length ? el("table", {}, el("tbody", {}, ...rows)) : el("p", { class: "note" }, "no data yet")];
 }
 
 // ---- the buffer
@@ -235,7 +235,7 @@ const ORDERS = {
   last: (a, b) => b.arrival - a.arrival,
   first: (a, b) => a.arrival - b.arrival,
 };
-const WALL_AGAIN = 10; // seconds; the learner takes pictures of its buffer while somebody looks at it only
+const WALL_EVERY = 10; // seconds; the learner writes its buffer only while somebody watches
 
 let wall = null; // {run, ...the server's answer, sheet: Image}
 let isReading = false;
@@ -253,18 +253,18 @@ async function readWall() {
       const answer = await request(`/api/runs/${encodeURIComponent(run)}/wall`);
       if (run !== selected) continue;
       if (!answer.picture) {
-        if (!wall) drawWall("no picture of the buffer yet: the learner makes one within a few seconds");
+        if (!wall) drawWall("no picture of the buffer yet: it comes within a few seconds while the run is learning");
         setTimeout(readWall, 3000);
       } else if (wall?.run !== run || wall.version !== answer.version) {
         const sheet = new Image();
         sheet.src = answer.picture;
-        await sheet.decode(); // before the old wall goes, or it would flicker
+        await sheet.decode(); // before the old wall is replaced, to avoid flicker
         if (run !== selected) continue;
         wall = { run, sheet, ...answer };
         drawWall();
       }
     } catch (problem) {
-      if (!wall) drawWall(problem.status ? problem.message : "the picture of the buffer did not arrive");
+      if (!wall) drawWall(problem.status ? problem.message : "could not load the picture of the buffer");
     }
   }
   isReading = false;
@@ -297,7 +297,7 @@ function drawWall(message = null) {
   $("#left").replaceChildren(...listOr(wall.left.map(({ cell, arrival, age, why }) =>
     el("li", { "data-arrival": arrival }, cellPicture(cell),
       el("span", {}, why, el("br"), el("span", { class: "note" }, `arrival ${count(arrival)}, age ${count(age)}`)))),
-    "nothing left in the last step"));
+    "no image left in the last step"));
   map.update(wall.cells.map(({ x, y, score, arrival }) => ({ x, y, score, key: arrival })));
   $("#fifths").hidden = !map.range;
   setText($("#lowest"), decimal(map.range?.[0]));
@@ -316,7 +316,7 @@ $("#sort").addEventListener("change", (event) => {
   remember("sort", event.target.value);
   drawWall();
 });
-setInterval(readWall, 1000 * WALL_AGAIN);
+setInterval(readWall, 1000 * WALL_EVERY);
 document.addEventListener("visibilitychange", readWall);
 
 // ---- live
@@ -331,17 +331,17 @@ function take(steps) {
   if (!run) return void meet(steps.run);
   if (steps.reset) run.steps = empty();
   for (const name of COLUMNS) for (const value of steps[name]) run.steps[name].push(value);
-  if (run.steps.step.length > MOST_POINTS) {
+  if (run.steps.step.length > MAX_POINTS) {
     // The older half loses every second step; the few with an accuracy stay.
     const { step, accuracy } = run.steps;
-    const isKept = step.map((_, i) => i >= MOST_POINTS / 2 || i % 2 === 0 || accuracy[i] !== null);
+    const isKept = step.map((_, i) => i >= MAX_POINTS / 2 || i % 2 === 0 || accuracy[i] !== null);
     for (const name of COLUMNS) run.steps[name] = run.steps[name].filter((_, i) => isKept[i]);
   }
   drawRun(run);
   if (run.shown) drawSoon(steps.reset ? 0 : 1000);
 }
 
-// A run that is not listed has just begun: its history comes with the next connection.
+// A run that is not listed has just started: connect again to get its history.
 const met = new Set();
 async function meet(id) {
   if (met.has(id)) return;
@@ -351,7 +351,7 @@ async function meet(id) {
   connect();
 }
 
-// A page that nobody looks at must not keep the learner taking pictures.
+// A hidden page must not keep the learner writing its buffer.
 let hiding;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hiding);
@@ -368,7 +368,7 @@ async function connect(wait = 1) {
     await pause(wait);
     return connect(Math.min(15, 2 * wait));
   }
-  live?.close(); // two would bring every step twice
+  live?.close(); // two connections would deliver every step twice
   live = new EventSource("/api/live");
   live.onopen = () => {
     wait = 1;

@@ -6,14 +6,14 @@ import { LineChart } from "./chart.js";
 const RUN = decodeURIComponent(location.pathname.split("/").filter(Boolean).at(-1));
 const BASE = `/api/runs/${encodeURIComponent(RUN)}`;
 
-let state = null; // as the server told it last
-let current = null; // the task on show; it changes by the user's doing only, or a key would meet another picture
-let alike = []; // its look-alikes on show
-let chosen = new Set(); // ids of those that get the same label
-let cursor = 0; // the look-alike that the arrow keys are at
-let isRenaming = false; // the next class that is picked is renamed
-let undoing = null; // the undo of an answer that this page did not see: what to show comes with the new state
-let isOffered = false; // the field for the first class, once; who cancels it is left alone
+let state = null; // as last sent by the server
+let current = null; // the task shown; only the user changes it, or a key press could hit another picture
+let alike = []; // its look-alikes
+let chosen = new Set(); // ids of the look-alikes that get the same label
+let cursor = 0; // index of the look-alike that the arrow keys are on
+let isRenaming = false; // the next class that is picked gets a new name
+let undoing = null; // the undo of an answer from elsewhere; the new state says what to show
+let isOffered = false; // whether the field for the first class was opened; only once
 let trouble = null; // why the state could not be read
 const pictures = new Pictures();
 const done = []; // tasks answered on this page, for undo
@@ -53,8 +53,8 @@ function answer(kind, id = null) {
 function undo() {
   const hasAnswer = outbox.entries.some(({ path }) => path === "/labels");
   if (!hasAnswer && !state?.last) return say("nothing to undo");
-  say("last answer taken back");
-  const task = done.pop(); // somebody else may have answered since
+  say("last answer undone");
+  const task = done.pop(); // `of` names it: somebody else may have answered since
   const { body } = outbox.add("POST", "/labels/undo", { request: uuid(), of: task?.request ?? null });
   if (task) show(task);
   else undoing = body.request;
@@ -89,7 +89,7 @@ async function read() {
   const { version } = outbox;
   try {
     const next = await request(`${BASE}/labels`);
-    if (outbox.version === version) take(next); // an answer sent meanwhile brings a newer one
+    if (outbox.version === version) take(next); // else an answer sent meanwhile brings a newer state
   } catch (problem) {
     trouble = problem.again && problem.status !== 401 ? "connection lost, trying again" : problem.message;
     if (!state) setText($("#message"), trouble);
@@ -146,7 +146,7 @@ function drawMessage() {
   box.classList.toggle("over", Boolean(isOver));
   if (isOver) {
     box.replaceChildren(
-      el("p", {}, el("b", {}, state.progress.asked ? "All pictures are answered." : "There is nothing to ask.")),
+      el("p", {}, el("b", {}, state.progress.asked ? "All pictures are labelled." : "There are no pictures to label.")),
       el("p", {}, "Next, with RUN the directory of this run:"),
       el("p", {}, el("code", {}, "streamclr predict RUN --source folder:DIR"), " classifies images;"),
       el("p", {}, el("code", {}, "streamclr label export RUN FILE"), " writes the labels to a file."));
@@ -211,7 +211,7 @@ function drawClasses() {
   $("#no-class").hidden = state.classes.length > 0;
   const shown = JSON.stringify(state.classes.map(({ id, name }) => [id, name]));
   if (shown !== drawClasses.shown) {
-    drawClasses.shown = shown; // only then: a button keeps the focus while counts change
+    drawClasses.shown = shown; // rebuilt only on change, so that a button keeps the focus
     $("#classes").replaceChildren(...state.classes.map(({ id, name }, i) => {
       const key = i < 10 ? String((i + 1) % 10) : null;
       return el("button", { type: "button", "data-class": id, "aria-keyshortcuts": key, onclick: () => pick(id) },
@@ -259,7 +259,7 @@ let at = 0;
 function drawFound(to = 0) {
   const part = $("#find-class").value.trim().toLowerCase();
   const where = ({ name }) => name.toLowerCase().indexOf(part);
-  // Names that begin so stand first.
+  // Names that begin with the text come first.
   found = (state?.classes ?? []).filter((one) => where(one) >= 0).sort((a, b) => (where(a) > 0) - (where(b) > 0));
   at = Math.max(0, Math.min(found.length - 1, to));
   $("#found").replaceChildren(...found.map(({ id, name }, i) =>
@@ -289,7 +289,7 @@ for (const [name, submit] of Object.entries(SUBMIT)) {
   });
 }
 
-// ---- standing
+// ---- progress and accuracy
 
 const CURVE = { title: "accuracy over labels", format: percent, most: 1, sparse: true, height: 130 };
 const curve = new LineChart($("#curve"), CURVE);
@@ -313,7 +313,7 @@ function drawStanding() {
   drawMessage();
 }
 
-// All that were ever given, where the server tells it; else those to the questions of now.
+// All answers ever given, if the server sends that number; else those to the current questions.
 const answers = () => state.saved ?? state.progress.labelled + state.progress.skipped + state.progress.unsure;
 
 function drawSaved() {
@@ -355,7 +355,7 @@ Object.assign(KEYS, { h: "help", "?": "help" });
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (button?.dataset.action) ACTIONS[button.dataset.action]();
-  // Or the space bar, meant for a look-alike, would press the button that the mouse pressed last.
+  // Else the space bar, meant for a look-alike, would press the last clicked button.
   if (event.pointerType === "mouse") button?.blur();
 });
 
@@ -371,7 +371,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 function press(event, isUndo) {
-  // Where digits need Shift (AZERTY) the key's place counts.
+  // On keyboards where digits need Shift (AZERTY), use the position of the key.
   const digit = /^\d$/.test(event.key) ? event.key : !event.shiftKey && event.code?.match(/^Digit(\d)$/)?.[1];
   const action = isUndo ? "undo" : KEYS[event.key.toLowerCase()];
   const isArrow = event.key.startsWith("Arrow") && !event.target.closest("#curve");
