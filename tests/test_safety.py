@@ -208,6 +208,15 @@ def runs(tmp_path_factory):
     return place / "runs"
 
 
+def check_logs(servers):
+    """Each still runs and has said nothing but its address."""
+    for server in servers:
+        assert server.process.poll() is None
+        assert server.out.read_text() == f"open {server.url}/?token={server.token}\n"
+        # asyncio says this of a client that goes away in the middle of an answer.
+        assert {*server.err.read_text().splitlines()} <= {"socket.send() raised exception."}
+
+
 @pytest.fixture(scope="module")
 def servers(runs, tmp_path_factory):
     """The one that most tests attack, and one with limits that are soon reached."""
@@ -218,6 +227,7 @@ def servers(runs, tmp_path_factory):
     )  # fmt: skip
     with closing(many), closing(few):
         yield many.wait(), few.wait()
+        check_logs((many, few))
         many.process.stdin.close()  # they end at the same time
 
 
@@ -1081,9 +1091,5 @@ def test_a_port_that_is_taken_is_one_line(server, runs, capsys):
 
 
 def test_the_log_has_the_printed_line_alone(servers):
-    """After all of the above."""
-    for server in servers:
-        assert server.process.poll() is None
-        assert server.out.read_text() == f"open {server.url}/?token={server.token}\n"
-        # asyncio says this of a client that goes away in the middle of an answer.
-        assert {*server.err.read_text().splitlines()} <= {"socket.send() raised exception."}
+    """The fixture looks again when the last test has ended, in whichever order they came."""
+    check_logs(servers)
