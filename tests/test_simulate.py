@@ -267,7 +267,7 @@ def test_without_flower_a_fleet_says_what_to_install_and_the_core_knows_nothing_
 import importlib.util, json, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("flwr", "ray") else find(name, *rest)
-import streamclr, streamclr.commands, streamclr.fleet.commands
+import streamclr, streamclr.cli.commands, streamclr.cli.fleet
 from streamclr.cli.entry import main
 code = main(["fleet", "keys", "nowhere"])
 print(json.dumps([code, [name for name in ("flwr", "ray") if name in sys.modules]]))
