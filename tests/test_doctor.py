@@ -89,7 +89,7 @@ def slow_steps(monkeypatch, seconds_per_image):
     ("seconds_per_image", "n_images", "n_measured"),
     [
         (1e-4, [8, 8, 64, 64, 64, 64], 64),  # a fast machine measures all of it
-        (0.2, [8, 8, 25, 25], 25),  # 256 images take 50 s
+        (0.125, [8, 8, 24, 24], 24),
         (1.0, [8, 8], 8),
     ],
 )

@@ -24,7 +24,7 @@ from streamclr.runs.doctor.diagnosis import Diagnosis, Measured, Suggestion
 from streamclr.runs.doctor.machine import Machine
 
 N_FIRST_IMAGES = 8  # of the first steps, which say how many images fit into the time
-STEPS_SECONDS = 5.0  # for the steps that are measured after them
+STEPS_SECONDS = 3.0  # for the steps that are measured after them, the same again to warm up
 N_STEPS = 3  # at most, of which the median counts
 
 
