@@ -7,7 +7,7 @@ import pytest
 SCRIPT = """
 import resource, sys
 import torch
-from streamclr.allocator import keep_freed_memory, release_freed_memory
+from streamclr.compute.allocator import keep_freed_memory, release_freed_memory
 (keep_freed_memory if sys.argv[1] == "kept" else release_freed_memory)()
 def churn():
     for _ in range(20):
