@@ -548,12 +548,7 @@ def shipped() -> None:
             exact.largest_difference <= 1e-4 and exact.equal_classes == 1,
         )
         equal = found["int8"].equal_classes
-        row(
-            f"int8 ONNX against PyTorch, {what}: same class",
-            f"{100 * equal:.1f} %",
-            "at least 99 %",
-            equal >= 0.99,
-        )
+        row(f"int8 ONNX against PyTorch, {what}: same class", f"{100 * equal:.1f} %", "at least 99 %", equal >= 0.99)
         row("    looked at again in float", f"{100 * (looked_again(files['int8'], unseen) or 0):.1f} %")
         classes, pure = (
             torch.cat([runs[name](p)[0].argmax(1) for p in unseen.split(64)]) for name in ("float", "pure int8")

@@ -363,10 +363,7 @@ BAD_TASKS = {
     ),
     "no result": (lines(task(A, {"id": 1})), "line 2, task 7: the annotation is not a choice"),
     "nothing chosen": (lines(task(A, CAT), task(B, annotation(1))), "line 3, task 7: 0 classes in one annotation"),
-    "two chosen": (
-        lines(task(A, CAT | {"result": CAT["result"] * 2})),
-        "line 2, task 7: 2 classes in one annotation",
-    ),
+    "two chosen": (lines(task(A, CAT | {"result": CAT["result"] * 2})), "line 2, task 7: 2 classes in one annotation"),
     "a class that is no text": (lines(task(A, annotation(1, 12))), "line 2, task 7: 1 classes in one annotation"),
     "a long name": (lines(task(A, CAT), task(B, annotation(1, "x" * 101))), "line 3: class name .* not allowed"),
     "an empty name": (lines(task(A, CAT), task(B, annotation(1, " "))), "line 3: class name .* not allowed"),

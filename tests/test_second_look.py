@@ -18,10 +18,7 @@ from streamclr.models.formats.quantise import Calibration  # noqa: E402
 from streamclr.models.formats.reader import session_of  # noqa: E402
 from streamclr.models.formats.second_look import MAX_CHANGED, least_margin, look_again, margin, with_doubtful  # noqa: E402
 
-ENCODERS = {
-    "batch": lambda: resnet18(4),
-    "group": lambda: resnet18(4, stem="imagenet", norm="group"),
-}
+ENCODERS = {"batch": lambda: resnet18(4), "group": lambda: resnet18(4, stem="imagenet", norm="group")}
 
 
 @pytest.fixture(scope="module", params=ENCODERS)

@@ -21,11 +21,7 @@ def t_quantile(freedom: int) -> float:
     if freedom <= len(T):
         return T[freedom - 1]
     # Abramowitz and Stegun, 26.7.5, to the third order: right to four decimals from here on.
-    terms = (
-        (Z**3 + Z) / 4,
-        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
-        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
-    )
+    terms = ((Z**3 + Z) / 4, (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96, (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384)
     return Z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
 
 

@@ -136,7 +136,7 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
                     "fleet.deploy:join",
                 ),
             },
-        ),
+        )
     },
 }
 

@@ -116,10 +116,7 @@ class KeysOptions:
     """Make the certificate of a fleet's server, and a key for each device; again: keys for more devices."""
 
     directory: str = option("", "where they are kept; private keys in there are for their owner alone")
-    host: str = option(
-        "localhost,127.0.0.1",
-        "names and addresses by which devices know the server, with commas",
-    )
+    host: str = option("localhost,127.0.0.1", "names and addresses by which devices know the server, with commas")
     devices: int = option(1, "how many device keys there shall be")
     days: int = option(825, "how long the certificate is valid")
 

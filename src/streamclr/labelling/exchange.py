@@ -79,10 +79,7 @@ def import_labels(asking: Asking, file: Path) -> int:
 
 def _rows(asking: Asking) -> list[dict[str, Any]]:
     """One row per question, the same for both formats."""
-    answers, names = (
-        asking.labels.answers(),
-        asking.labels.classes(),
-    )  # in this order: no answer without its class
+    answers, names = (asking.labels.answers(), asking.labels.classes())  # in this order: no answer without its class
     rows = []
     for row, question in enumerate(asking.questions):
         answer, guess = answers.get(question.key), asking.guess(row)

@@ -108,9 +108,7 @@ def open_predictor(path: Path, fraction: float | None = None, served: bool = Fal
         return Predictor(pretrained.classes, pretrained.size, lambda images: pretrained(images)[0].numpy())
     classifier = Heads(RunDirectory.existing(path)).load(fraction, served)
     return Predictor(
-        classifier.classes,
-        classifier.size,
-        lambda images: classifier.probabilities(torch.from_numpy(images)).numpy(),
+        classifier.classes, classifier.size, lambda images: classifier.probabilities(torch.from_numpy(images)).numpy()
     )
 
 

@@ -88,10 +88,7 @@ def knn_accuracy(known: Extracted, tested: Extracted, n_classes: int) -> float:
 
 def probes(known: Extracted, tested: Extracted, n_classes: int) -> dict[str, float]:
     """Both probes, by their names in results.json."""
-    return {
-        "linear_probe": probe_accuracy(known, tested, n_classes),
-        "knn": knn_accuracy(known, tested, n_classes),
-    }
+    return {"linear_probe": probe_accuracy(known, tested, n_classes), "knn": knn_accuracy(known, tested, n_classes)}
 
 
 def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:

@@ -69,12 +69,7 @@ class Loop:
     """One go at a run, from its last checkpoint on."""
 
     def __init__(
-        self,
-        config: "RunPlan",
-        learner: Learner,
-        stream: "Stream",
-        directory: "RunDirectory",
-        asked: "StopSignal",
+        self, config: "RunPlan", learner: Learner, stream: "Stream", directory: "RunDirectory", asked: "StopSignal"
     ):
         self.asked = asked
         self.served = Versions(directory, self._tell) if config.predict else None

@@ -37,12 +37,7 @@ METRICS = (
     Metric("streamclr_predictions_total", "counter", "Frames that were classified on arrival."),
     Metric("streamclr_served_version", "gauge", "Version of the classifier in use; 0 before the first."),
     Metric("streamclr_served_accuracy", "gauge", "Accuracy of that version on labels held back; NaN if unknown."),
-    Metric(
-        "streamclr_challengers_total",
-        "counter",
-        "New heads since the process started, by verdict.",
-        "verdict",
-    ),
+    Metric("streamclr_challengers_total", "counter", "New heads since the process started, by verdict.", "verdict"),
     Metric("streamclr_loss", "gauge", "Contrastive loss of the last step."),
     Metric("streamclr_score_mean", "gauge", "Mean score in the buffer; NaN if the policy does not score."),
     Metric("streamclr_projection_spread", "gauge", "Spread of the projections; near 0, the encoder has collapsed."),

@@ -33,14 +33,7 @@ from streamclr.sweeps.places import open_place, work
 SCALES = {
     "paper": RunOptions(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
     "cpu": RunOptions(
-        source="cifar10",
-        stc=500,
-        width=8,
-        stem="half",
-        lr=3e-3,
-        images=500_000,
-        probes=20,
-        checkpoint_minutes=1,
+        source="cifar10", stc=500, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1
     ),
 }
 T = TypeVar("T")

@@ -30,8 +30,7 @@ CACHE_FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # the 
 Run = Annotated[str, InPath(pattern="^[0-9a-f]{16}$", description="id of a run, from /api/runs")]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Token = Annotated[
-    str,
-    Field(pattern="^[0-9A-Za-z-]{8,64}$", description="id chosen by the client; repeats are ignored"),
+    str, Field(pattern="^[0-9A-Za-z-]{8,64}$", description="id chosen by the client; repeats are ignored")
 ]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 

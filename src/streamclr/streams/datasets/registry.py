@@ -85,12 +85,7 @@ DATASETS = {
 
 
 def dataset(
-    name: str,
-    path: str = "",
-    stc: int | None = 500,
-    seed: int = 0,
-    size: int | None = None,
-    passes: int | None = None,
+    name: str, path: str = "", stc: int | None = 500, seed: int = 0, size: int | None = None, passes: int | None = None
 ) -> DatasetSource:
     """A dataset from the cache (see `streamclr data get`), or from its official files at `path`."""
     splits = load(name, Path(path).expanduser() if path else None)
