@@ -189,7 +189,8 @@ REOPEN = """
 import random, sys
 from pathlib import Path
 import numpy as np
-from streamclr import UserError, wire
+from streamclr import UserError
+from streamclr.models.formats import protobuf as wire
 from streamclr.models.formats.reader import SEAL, open_exported, sealed
 whole, file = Path(sys.argv[1]).read_bytes()[: -len(SEAL) - 64], Path(sys.argv[2])
 is_graph = np.ones(len(whole), bool)

@@ -395,7 +395,8 @@ def test_two_processes_in_one_run_are_refused(config, tmp_path):
 KILLED = """
 import os, random, signal, sys, threading
 from streamclr.cli.entry import main
-from streamclr import checkpoint, commands  # imported first, so that it is a run that is killed
+from streamclr.cli import commands
+from streamclr.records import checkpoints  # imported first, so that it is a run that is killed
 seed, in_save = int(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(seed)
 saves = rng.randrange(10)  # that it makes before, so that a fast machine comes no further than a slow one
@@ -422,7 +423,7 @@ def wrapped(name):
         return real[name](*args, **kwargs)
     return call
 for name in real:
-    setattr(checkpoint.os, name, wrapped(name))
+    setattr(checkpoints.os, name, wrapped(name))
 if saves == 0 and not in_save:
     kill_soon(0.3)  # as it starts
 sys.exit(main(sys.argv[3:]))
