@@ -16,7 +16,8 @@ from streamclr import UserError
 from streamclr.base.files import write_json
 from streamclr.cli.entry import main
 from streamclr.experiments.beyond.iid import at_equal_seconds
-from streamclr.experiments.findings import Findings, against, images_to_reach
+from streamclr.experiments.findings import Findings, against
+from streamclr.experiments.paper.curves import images_to_reach
 from streamclr.experiments.paper.gradient import eq4
 from streamclr.experiments.reproduce import EXPERIMENTS, _place
 from streamclr.streams.datasets import registry as data
@@ -416,7 +417,7 @@ def test_at_equal_seconds():
 
 def test_cells():
     assert against([50.0, 52.0], 60.0) == ["51.0 ± 12.7", "60.00", "-9.0"]
-    assert against([50.0], None) == ["50.0", "–", "–"]
+    assert against([50.0], 48.75) == ["50.0", "48.75", "+1.2"]
 
 
 def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):

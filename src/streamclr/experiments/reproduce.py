@@ -11,36 +11,16 @@ from streamclr.base.files import read_json, write_json
 from streamclr.base.options import option
 from streamclr.base.plots import save_plot
 from streamclr.base.statistics import seeds_note
-from streamclr.experiments.beyond.asked import asked
-from streamclr.experiments.beyond.fleet import fleet
-from streamclr.experiments.beyond.iid import iid
-from streamclr.experiments.beyond.large_buffer import large_buffer
-from streamclr.experiments.beyond.stc import stc
-from streamclr.experiments.beyond.sweep import sweep
-from streamclr.experiments.beyond.unusable import unusable
+from streamclr.experiments.beyond import asked, fleet, iid, large_buffer, stc, sweep, unusable
 from streamclr.experiments.findings import Findings
-from streamclr.experiments.paper.buffer import buffer
-from streamclr.experiments.paper.curves import curves
-from streamclr.experiments.paper.gradient import gradient
-from streamclr.experiments.paper.labels import labels
-from streamclr.experiments.paper.lazy import lazy
+from streamclr.experiments.paper import buffer, curves, gradient, labels, lazy
 from streamclr.sweeps.lab import SCALES, Lab
 from streamclr.sweeps.origin import listed
 from streamclr.sweeps.places import ON
 
+SCRIPTS = (labels, curves, lazy, buffer, gradient, stc, iid, large_buffer, sweep, unusable, asked, fleet)
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
-    "labels": labels,
-    "curves": curves,
-    "lazy": lazy,
-    "buffer": buffer,
-    "gradient": gradient,
-    "stc": stc,
-    "iid": iid,
-    "large-buffer": large_buffer,
-    "sweep": sweep,
-    "unusable": unusable,
-    "asked": asked,
-    "fleet": fleet,
+    script.__name__.rpartition(".")[2].replace("_", "-"): script.experiment for script in SCRIPTS
 }
 
 
