@@ -17,6 +17,7 @@ from typing import IO, Any
 from streamclr.base import options as opts
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import read_json, write_json
+from streamclr.base.progress import say
 from streamclr.records.directory import NOT_THE_RUNS
 from streamclr.records.options import RunOptions
 from streamclr.streams.datasets import registry as data
@@ -110,6 +111,13 @@ def last_log_line(directory: Path) -> str:
     return ((directory / LOG).read_text("utf-8", errors="replace").strip() or "empty log").splitlines()[-1]
 
 
+def bring_dataset(source: str, data_dir: Path | None = None) -> None:
+    """Get the dataset of a source if it is not in this machine's cache; from its files in `data_dir`, if they are."""
+    name = opts.split(source)[0]
+    if name in data.DATASETS and not data.is_cached(name):
+        say(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # In the process of a job
 
@@ -117,18 +125,11 @@ def last_log_line(directory: Path) -> str:
 def do_job(directory: Path, clock: "Clock") -> None:
     """Do the job of a directory and write its result, with who measured it."""
     job = read_json(directory / DESCRIPTION)
-    _bring_dataset(job["arguments"])
+    bring_dataset(job["arguments"].get("source", ""))  # this may not be the machine that made the plan
     module, _, function = job["function"].partition(":")
     result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])
     facts = {"seconds_in_all": clock.read(), "measured_by": job["measured_by"]}
     write_json(directory / RESULT, result | {"arguments": job["arguments"]} | facts)
-
-
-def _bring_dataset(arguments: Result) -> None:
-    """Get the dataset if it is not in this machine's cache, as on another machine than the one that made the plan."""
-    name = opts.split(arguments.get("source", ""))[0]
-    if name in data.DATASETS and not data.is_cached(name):
-        print(data.get(name), flush=True)
 
 
 class Clock:

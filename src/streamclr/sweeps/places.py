@@ -65,27 +65,26 @@ def open_place(on: str | None, workers: int | None, device: str | None, threads:
 def work(jobs: dict[Path, Job], place: Place, keep: Callable[[Path], object]) -> None:
     """Do all jobs, each in its directory; `keep` is called with the directory of each that succeeded."""
     images = {directory: job.arguments["images"] or 0 for directory, job in jobs.items()}
-    waiting, n_left, n_done = [], len(jobs), 0
+    left = [directory for directory in jobs if not (directory / RESULT).exists()]
     for directory in jobs:
-        if (directory / RESULT).exists():  # it ended after the process that started it, which did not keep it
-            n_left, n_done = n_left - 1, n_done + images[directory]
+        if directory not in left:  # it ended after the process that started it, which did not keep it
             keep(directory)
-        else:
-            waiting.append(directory)
+    waiting = list(left)
     with Progress(f"{len(jobs)} jobs, images", sum(images.values())) as bar:
         try:
-            while n_left:
+            while left:
                 while waiting and place.has_room():
                     directory = waiting.pop(0)
                     place.start(jobs[directory], directory)
                 time.sleep(0.2)
                 for directory, where in place.ended():
-                    n_left, n_done = n_left - 1, n_done + images[directory]
+                    left.remove(directory)
                     if not (directory / RESULT).exists():
                         key, reason = jobs[directory].key, last_log_line(directory)
                         raise UserError(f"{key} failed{where} ({reason}): see {directory / LOG}")
                     keep(directory)
-                note = f"{n_left - place.n_running} waiting, {place.n_running} running"
+                n_done = sum(images.values()) - sum(images[directory] for directory in left)
+                note = f"{len(left) - place.n_running} waiting, {place.n_running} running"
                 bar.advance(n_done + place.n_seen - bar.done, note)
         finally:
             place.stop()
@@ -121,13 +120,13 @@ class Processes:
         self._running[directory] = worker, job.start(directory, self.threads, env)
 
     def ended(self) -> list[tuple[Path, str]]:
-        ended = [path for path, (_, process) in self._running.items() if process.poll() is not None]
         endings = []
-        for path in ended:
-            worker, process = self._running.pop(path)
-            self._free.append(worker)
-            killed = f", killed by signal {-process.returncode}" if process.returncode < 0 else ""
-            endings.append((path, killed))
+        for path, (worker, process) in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[path]
+                self._free.append(worker)
+                killed = f", killed by signal {-process.returncode}" if process.returncode < 0 else ""
+                endings.append((path, killed))
         return endings
 
     @property

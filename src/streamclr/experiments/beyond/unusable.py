@@ -77,6 +77,7 @@ def experiment(lab: Lab) -> Findings:
     for guard in GUARDS:
         kept_out = [100 * kept.get(guard, 0) / n_accuracy for kept in own["kept_out"]]
         costs.append([guard, spread(kept_out, 2), spread([100 * times[guard] for times in own["time"]])])
+    head = ["stream, guards", "accuracy, %", "against clean, off", "images kept out, %", "time of guards, % of a step"]
     tables = [
         shares_table(
             "guards off and on, CIFAR-10",
@@ -84,13 +85,7 @@ def experiment(lab: Lab) -> Findings:
         ),
         Table(
             f"Accuracy with {SHARE_OFF:.0%} of a mixture of unusable frames, CIFAR-10",
-            [
-                "stream, guards",
-                "accuracy, %",
-                "against clean, off",
-                "images kept out, %",
-                "time of guards, % of a step",
-            ],
+            head,
             accuracies,
             f"{n_accuracy:,} images; linear probe on all labels; seeds are paired with the clean run, guards off.",
         ),
