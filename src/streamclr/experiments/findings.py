@@ -1,6 +1,6 @@
 """The results of an experiment: tables with the paper's numbers beside ours, and a plot."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ POLICIES = ("contrast", "random", "fifo")  # those with a number for every setti
 
 Draw = Callable[["Axes"], None]
 Points = Sequence[tuple[float, float]]
+Series = Sequence[tuple[str, Points, str]]  # the name, which may be empty, points, and matplotlib's format of a line
+Setting = tuple[Sequence[Sequence[float]], Sequence[float], Sequence[str]]  # of `policies_table`
 Accuracies = dict[str, dict[str, list[float]]]  # row: {"accuracy": one for each seed, in %}
 
 
@@ -76,23 +78,16 @@ def share_of_gap(value: Sequence[float], low: Sequence[float], high: Sequence[fl
     return "–" if gap < 1 else f"{100 * (mean(value) - mean(low)) / gap:.0f} %"
 
 
-def policies_table(
-    title: str,
-    first: str,
-    last: str,
-    settings: Mapping[str, tuple[Sequence[Sequence[float]], Sequence[float], Sequence[str]]],
-    note: str = "",
-) -> Table:
+def policies_table(title: str, first: str, last: str, settings: Mapping[str, Setting], note: str = "") -> Table:
     """The accuracy of each of POLICIES in each setting beside the paper's, and the margin of contrast scoring.
 
     first, last: the headings of the outer columns.
-    settings: for each of POLICIES our accuracies, the paper's, and the last cell.
+    settings: our accuracies, the paper's and the last cell of each of POLICIES.
     """
     rows = []
     for setting, (ours, paper, cells) in settings.items():
         for policy, own, theirs, cell in zip(POLICIES, ours, paper, cells, strict=True):
-            margin = [spread(margins(ours[0], own)), f"{paper[0] - theirs:.2f}"]
-            margin = ["–", "–"] if policy == "contrast" else margin
+            margin = [spread(margins(ours[0], own)), f"{paper[0] - theirs:.2f}"] if policy != "contrast" else ["–"] * 2
             rows.append([f"{setting}, {NAMES[policy]}", *against(own, theirs), *margin, cell])
     head = [first, "accuracy, all labels, %", "paper", "difference", "contrast less this", "paper", last]
     return Table(title, head, rows, note)
@@ -119,21 +114,12 @@ def policies_by(
 # Plots
 
 
-def lines(
-    series: Iterable[tuple[str, Points, str]],
-    xlabel: str,
-    log: int | None = None,
-    fontsize: int = 7,
-    markersize: float | None = None,
-) -> Draw:
-    """A line for each (name, points, matplotlib's format); one without a name is not in the legend.
-
-    log: the base of a logarithmic axis [linear].
-    """
+def lines(series: Series, xlabel: str, log: int | None = None, fontsize: int = 7, **style: Any) -> Draw:
+    """Lines with a legend of those that have a name; log: the base of a logarithmic axis [linear]."""
 
     def draw(axes: "Axes") -> None:
-        for name, points, style in series:
-            axes.plot(*zip(*points, strict=True), style, label=name, markersize=markersize)
+        for name, points, form in series:
+            axes.plot(*zip(*points, strict=True), form, label=name, **style)
         if log:
             axes.set_xscale("log", base=log)
         axes.set_xlabel(xlabel)

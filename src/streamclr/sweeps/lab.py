@@ -1,15 +1,12 @@
 """Where experiments run: each job is done once and its result is kept under its key, so that all can be resumed."""
 
-import dataclasses
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -91,13 +88,13 @@ class Lab:
 
     def runs(self, **settings: Any) -> list[Job]:
         """A run with the scale's settings and these instead: a job for each seed."""
-        wanted = dataclasses.replace(SCALES[self.scale], **settings)
+        wanted = replace(SCALES[self.scale], **settings)
         if self.images is not None:
-            wanted = dataclasses.replace(wanted, images=self.images, epochs=None)
+            wanted = replace(wanted, images=self.images, epochs=None)
         plan = _resolve(wanted, self.data_dir)
         policy, jobs = opts.split(plan.policy)[0], []
         for seed in range(self.options.seeds):
-            arguments = asdict(dataclasses.replace(plan, seed=seed, device=self.place.device))
+            arguments = asdict(replace(plan, seed=seed, device=self.place.device))
             arguments["guards"] = wanted.guards  # as asked: the keys of results that exist depend on it
             arguments.pop("out")
             jobs.append(Job(f"{policy}-{seed}", "run", f"{__name__}:run_job", arguments))
@@ -106,7 +103,7 @@ class Lab:
     def at_hand(self, dataset: str, **settings: Any) -> bool:
         """Whether the dataset of a run can be read; if not, say so and leave it out."""
         try:
-            _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
+            _open(replace(SCALES[self.scale], **settings), self.data_dir)
         except UserError as error:
             self.left_out.append(dataset)
             reason = " ".join(str(error).split())
@@ -175,13 +172,11 @@ class Lab:
         return f"about {how_long} of learning on {n_workers} x {self.place.device}, evaluation not counted"
 
 
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _alone(out: Path) -> IO[bytes]:
     """Lock the directory: a second lab would take the running jobs of the first for interrupted ones."""
     out.mkdir(parents=True, exist_ok=True)
     (out / ".lock").touch()
-    with held(out / ".lock", f"another process is working in {out}: wait for it, or give another --out"):
-        yield
+    return held(out / ".lock", f"another process is working in {out}: wait for it, or give another --out")
 
 
 @cache
@@ -189,7 +184,7 @@ def _step_seconds(kind: RunPlan) -> float:
     """The time of one step; on a CPU it is extrapolated from a step with fewer images."""
     part = 1.0 if kind.device == "cuda" else min(1.0, 32 / kind.segment)
     few = {name: max(2, round(part * getattr(kind, name))) for name in ("buffer", "segment", "batch")}
-    learner = make_learner(dataclasses.replace(kind, **few))
+    learner = make_learner(replace(kind, **few))
     images = torch.randint(256, (few["segment"], 3, kind.size, kind.size), dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
