@@ -107,12 +107,11 @@ def compare(
     rows = _rows(directories, options) | (baselines or {})
     write_json(out / "results.json", {"config": asdict(options) | {"out": None}, "accuracy": rows})
     heads = {str(f): labels_heading(str(f)) for f in options.label_fractions} | {PROBE: PROBE}
-    cells = {
-        name: [spread([100 * x for x in values.get(column, [])], unit=" %") for column in heads]
-        for name, values in rows.items()
-    }
+    cells = []
+    for name, own in rows.items():
+        cells.append([name, *(spread([100 * x for x in own.get(column, [])], unit=" %") for column in heads)])
     note = f"accuracy on the test set, {seeds_note(options.seeds)}"
-    table = Table(title, ["", *heads.values()], [[name, *own] for name, own in cells.items()], note)
+    table = Table(title, ["", *heads.values()], cells, note)
     (out / "table.md").write_text(table.markdown(), encoding="utf-8")
     curves = []
     for policy, runs in directories.items():

@@ -29,21 +29,14 @@ DESCRIPTION, RESULT, LOG = "job.json", "result.json", "log.txt"  # in the direct
 
 @dataclass(frozen=True)
 class Job:
-    """A function and its arguments: those of a RunOptions and its own.
+    """A function and its arguments: those of a RunOptions and its own."""
 
-    title: the beginning of its key, for people.
-    name: what it measures. It is part of the key, so it stays the same when the function moves or is renamed.
-    function: `module:function`. It gets a directory and the arguments, and returns JSON; its run, if any, is in `run`.
-    needs: names of files beside its directory that it reads.
-    keeps_run: whether the files of its run are wanted too, not only the result.
-    """
-
-    title: str
-    name: str
-    function: str
+    title: str  # the beginning of its key, for people
+    name: str  # what it measures; part of the key, so it stays the same when the function moves or is renamed
+    function: str  # `module:function`: gets a directory and the arguments, returns JSON; its run, if any, is in `run`
     arguments: Result
-    needs: tuple[str, ...] = ()
-    keeps_run: bool = False
+    needs: tuple[str, ...] = ()  # names of files beside its directory that it reads
+    keeps_run: bool = False  # whether the files of its run are wanted too, not only the result
 
     @property
     def key(self) -> str:

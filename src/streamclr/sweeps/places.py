@@ -18,19 +18,13 @@ ON = "where the runs are done: ray (a new Ray cluster of this machine) or ray:AD
 
 
 class Place(Protocol):
-    """Runs jobs. When a job has ended, its directory has its log and, if it succeeded, its result.
+    """Runs jobs. When a job has ended, its directory has its log and, if it succeeded, its result."""
 
-    name: empty for this machine.
-    device: what the jobs learn on.
-    workers: how many jobs run at the same time.
-    """
+    name: str  # empty for this machine
+    device: str  # what the jobs learn on
+    workers: int  # how many jobs run at the same time
 
-    name: str
-    device: str
-    workers: int
-
-    def has_room(self) -> bool:
-        """Whether one more job can be started now."""
+    def has_room(self) -> bool: ...  # for one more job now
 
     def start(self, job: Job, directory: Path) -> None: ...
 
@@ -41,11 +35,9 @@ class Place(Protocol):
     def n_running(self) -> int: ...
 
     @property
-    def n_seen(self) -> int:
-        """How many images the running jobs have learned from."""
+    def n_seen(self) -> int: ...  # images that the running jobs have learned from
 
-    def stop(self) -> None:
-        """Stop the running jobs."""
+    def stop(self) -> None: ...  # the running jobs
 
 
 def open_place(on: str | None, workers: int | None, device: str | None, threads: int | None = None) -> Place:

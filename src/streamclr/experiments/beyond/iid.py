@@ -24,20 +24,14 @@ def experiment(lab: Lab) -> Findings:
         for row, own in results.items()
     }
 
-    def recovered(row: str, key: str) -> str:
-        return share_of_gap(*(measured[name][key] for name in (row, "fifo", "iid")))
+    def cells(row: str, key: str) -> list[str]:
+        own, fifo, iid = (measured[name][key] for name in (row, "fifo", "iid"))
+        return [spread(own), share_of_gap(own, fifo, iid)]
 
-    rows = [
-        [
-            NAMES.get(row, "iid stream"),
-            spread(values["accuracy"]),
-            recovered(row, "accuracy"),
-            spread(values["relative_time"], 2),
-            spread(values["knn_at_equal_seconds"]),
-            recovered(row, "knn_at_equal_seconds"),
-        ]
-        for row, values in measured.items()
-    ]
+    rows = []
+    for row, values in measured.items():
+        time = spread(values["relative_time"], 2)
+        rows.append([NAMES.get(row, "iid stream"), *cells(row, "accuracy"), time, *cells(row, "knn_at_equal_seconds")])
     head = ["", "accuracy, all labels, %", "gap recovered, equal images", "relative batch time"]
     head += ["kNN at equal seconds, %", "gap recovered, equal seconds"]
     note = (

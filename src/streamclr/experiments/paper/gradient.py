@@ -1,7 +1,7 @@
 """Whether a high contrast score means a large gradient: score against gradient norm of each image (Sec. III-C)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from streamclr.base.numbers import evenly_spaced
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.encoders.inference import infer, infer_views
+from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.findings import Findings, lines
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
@@ -18,9 +19,6 @@ from streamclr.score import contrast_score, rank_correlation
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
 from streamclr.views import StrongViews, flip
-
-if TYPE_CHECKING:
-    from streamclr.encoders.projection import ContrastiveModel
 
 MARKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the images
 N_BATCHES, N_DRAWS = 8, 4  # mini-batches measured, and strong views of each
@@ -81,7 +79,7 @@ def measure(directory: Path, **config: Any) -> Result:
 
 
 def measure_scores(
-    model: "ContrastiveModel", images: Tensor, n: int, temperature: float, generator: torch.Generator
+    model: ContrastiveModel, images: Tensor, n: int, temperature: float, generator: torch.Generator
 ) -> Result:
     """Scores, gradients and matching probabilities of images, in mini-batches of `n`."""
     score = contrast_score(model, images)

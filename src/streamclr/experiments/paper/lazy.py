@@ -33,21 +33,13 @@ def experiment(lab: Lab) -> Findings:
     rows = []
     for t, (paper_accuracy, paper_rescored, paper_time) in PAPER.items():
         ours = measured[str(t)]
-        rows.append(
-            [
-                "disabled" if t == 1 else str(t),
-                *against(ours["accuracy"], paper_accuracy),
-                spread(ours["rescored"], 2),
-                f"{paper_rescored:.2f}",
-                f"{100 * (mean(ours['rescored']) / paper_rescored - 1):+.0f} %",
-                spread(ours["relative_time"], 3),
-                f"{paper_time:.3f}",
-                spread(ours["replaced"]),
-            ]
-        )
+        against_paper = f"{100 * (mean(ours['rescored']) / paper_rescored - 1):+.0f} %"
+        rescored = [spread(ours["rescored"], 2), f"{paper_rescored:.2f}", against_paper]
+        time = [spread(ours["relative_time"], 3), f"{paper_time:.3f}"]
+        cells = [*against(ours["accuracy"], paper_accuracy), *rescored, *time, spread(ours["replaced"])]
+        rows.append(["disabled" if t == 1 else str(t), *cells])
     head = ["T", "accuracy, all labels, %", "paper", "difference", "re-scored, %", "paper", "against the paper"]
     head += ["relative batch time", "paper", "replaced in a step, %"]
-
     title = f"Lazy scoring on CIFAR-10, {lab.images or images:,} images"
     table = Table(title, head, rows, "The paper keeps about 90 % of the buffer in a step.")
     means = {row[0]: own["accuracy"] for row, own in zip(rows, measured.values(), strict=True)}
