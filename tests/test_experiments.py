@@ -16,14 +16,15 @@ from streamclr import UserError
 from streamclr.base.files import write_json
 from streamclr.cli.entry import main
 from streamclr.experiments.beyond.iid import at_equal_seconds
-from streamclr.experiments.findings import Findings, against, images_to_reach
+from streamclr.experiments.findings import Findings, against
+from streamclr.experiments.paper.curves import images_to_reach
 from streamclr.experiments.paper.gradient import eq4
 from streamclr.experiments.reproduce import EXPERIMENTS, _place
 from streamclr.streams.datasets import registry as data
 from streamclr.sweeps import lab as lab_module
 from streamclr.sweeps import origin
 from streamclr.sweeps.job import Clock, do_job
-from streamclr.sweeps.lab import Lab
+from streamclr.sweeps.lab import Lab, LabOptions
 from support.images import random_images
 from support.waiting import until
 
@@ -120,7 +121,7 @@ def test_a_run_that_was_finished_is_only_measured_again(shared, in_process):
 
 def test_experiments_share_runs(small_cifar):
     """A run is known by its resolved configuration, whichever experiment asks."""
-    lab = Lab(small_cifar / "out")
+    lab = Lab(LabOptions(out=small_cifar / "out"))
     keys = {
         lab.runs(**settings)[1].key for settings in ({}, {"policy": "contrast"}, {"buffer": 256, "images": 500_000})
     }
@@ -152,17 +153,17 @@ def test_results_of_other_code_are_told_and_done_again_when_asked(small_cifar, i
 
 def test_the_run_of_other_code_is_not_taken_for_an_interrupted_one(small_cifar, in_process, monkeypatch):
     out = small_cifar / "out"
-    (job,) = Lab(out, n_seeds=1, images=600).runs()
-    Lab(out, n_seeds=1, images=600).do({"row": [job]})
+    (job,) = Lab(LabOptions(out=out, seeds=1, images=600)).runs()
+    Lab(LabOptions(out=out, seeds=1, images=600)).do({"row": [job]})
     begun = out / "runs" / job.key / "run" / "model.safetensors"
     first = begun.stat().st_mtime_ns
     monkeypatch.setattr(origin, "code_hash", lambda: "abcd1234")
     (out / "jobs" / f"{job.key}.json").unlink()
-    lab = Lab(out, n_seeds=1, images=600)
+    lab = Lab(LabOptions(out=out, seeds=1, images=600))
     lab.do({"row": [job]})
     assert begun.stat().st_mtime_ns == first
     assert lab.origins[0]["code"] != "abcd1234"  # it was begun, and learned, by the other code
-    Lab(out, n_seeds=1, images=600, redo=True).do({"row": [job]})
+    Lab(LabOptions(out=out, seeds=1, images=600, redo=True)).do({"row": [job]})
     assert begun.stat().st_mtime_ns != first
 
 
@@ -192,7 +193,7 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "dog.mp4.safetensors").touch()
     (tmp_path / "jobs").symlink_to(COMMITTED / "jobs")
-    findings = EXPERIMENTS[name](Lab(tmp_path, n_seeds=2 if name == "stc" else 3, device="cpu"))
+    findings = EXPERIMENTS[name](Lab(LabOptions(out=tmp_path, seeds=2 if name == "stc" else 3, device="cpu")))
     lab_module._resolve.cache_clear()
     n = N_COMMITTED[name]
     assert f"{n} jobs, {n} of them done" in capsys.readouterr().err
@@ -280,7 +281,7 @@ def test_two_at_once_in_one_directory_are_refused(small_cifar, capsys):
 
 def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
     out = small_cifar / "out"
-    lab = Lab(out, n_seeds=1, images=600)
+    lab = Lab(LabOptions(out=out, seeds=1, images=600))
     job = lab.runs(lr=1e30)[0]
     with pytest.raises(UserError, match="lower lr") as error:
         lab.do({"row": [job]})
@@ -320,7 +321,7 @@ def test_the_plan_says_how_long_and_runs_nothing(small_cifar, capsys):
 
 
 def test_the_papers_scale_has_the_papers_settings(small_cifar):
-    lab = Lab(small_cifar / "out", "paper")
+    lab = Lab(LabOptions(out=small_cifar / "out", scale="paper"))
     config = lab.runs(policy="contrast")[2].arguments
     due = {"width": 64, "lr": 1e-4, "temperature": 0.5, "stc": 500, "buffer": 256, "segment": 256, "batch": 256}
     due |= {"images": 25_000_000, "weight_decay": 1e-4, "encoder": "resnet18", "stem": "small", "seed": 2}
@@ -329,7 +330,7 @@ def test_the_papers_scale_has_the_papers_settings(small_cifar):
 
 
 def test_a_dataset_that_is_not_at_hand_is_left_out(small_cifar, capsys):
-    assert not Lab(small_cifar / "out").at_hand("ImageNet-20", source="tiny-imagenet-20")
+    assert not Lab(LabOptions(out=small_cifar / "out")).at_hand("ImageNet-20", source="tiny-imagenet-20")
     assert "ImageNet-20 is left out" in capsys.readouterr().err
 
 
@@ -360,12 +361,12 @@ def test_what_has_more_seeds_or_rows_is_not_replaced(tmp_path):
 
 def test_more_workers_than_jobs_take_no_part_in_the_time(small_cifar, monkeypatch):
     monkeypatch.setattr(lab_module, "_step_seconds", lambda kind: 36.0)
-    lab = Lab(small_cifar / "out", n_seeds=2, images=100 * 256, workers=64, device="cpu")
+    lab = Lab(LabOptions(out=small_cifar / "out", seeds=2, images=100 * 256, workers=64, device="cpu"))
     assert "about 60 minutes of learning on 2 x cpu" in lab._expected(lab.runs())
 
 
 def test_the_work_is_not_less_than_its_learning(small_cifar):
-    lab = Lab(small_cifar / "out", n_seeds=1, images=600)
+    lab = Lab(LabOptions(out=small_cifar / "out", seeds=1, images=600))
     (job,) = lab.runs()
     (small_cifar / "out" / "jobs").mkdir(parents=True)
     write_json(lab._result(job), {"seconds_in_all": 5.0, "seconds_learning": 60.0})
@@ -375,7 +376,7 @@ def test_the_work_is_not_less_than_its_learning(small_cifar):
 
 @pytest.mark.system
 def test_killed_before_its_first_file_was_whole_a_job_goes_on(small_cifar):
-    lab = Lab(small_cifar / "out", n_seeds=1, images=600)
+    lab = Lab(LabOptions(out=small_cifar / "out", seeds=1, images=600))
     (job,) = lab.runs()
     begun = lab._directory(job) / "run"
     begun.mkdir(parents=True)
@@ -416,7 +417,7 @@ def test_at_equal_seconds():
 
 def test_cells():
     assert against([50.0, 52.0], 60.0) == ["51.0 ± 12.7", "60.00", "-9.0"]
-    assert against([50.0], None) == ["50.0", "–", "–"]
+    assert against([50.0], 48.75) == ["50.0", "48.75", "+1.2"]
 
 
 def test_tiny_imagenet_from_its_archive(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from streamclr import UserError
 from streamclr.sweeps import job as job_module
 from streamclr.sweeps.job import RESULT, Clock, Job, do_job, last_log_line, n_seen
-from streamclr.sweeps.lab import Lab
+from streamclr.sweeps.lab import Lab, LabOptions
 
 
 def test_a_job_is_known_by_what_it_is_wherever_it_runs(tmp_path, monkeypatch):
@@ -22,7 +22,7 @@ def test_a_job_is_known_by_what_it_is_wherever_it_runs(tmp_path, monkeypatch):
 
 def test_the_results_of_earlier_versions_have_the_same_name(tmp_path):
     """experiments/jobs is committed: a key that changes would have it all done again."""
-    (job,) = Lab(tmp_path, n_seeds=1, device="cpu").runs(source="synthetic:", images=1000)
+    (job,) = Lab(LabOptions(out=tmp_path, seeds=1, device="cpu")).runs(source="synthetic:", images=1000)
     assert job.key == "contrast-0-5b673eaaa0"
 
 

@@ -1,7 +1,7 @@
 """Means and shares with their 95 % intervals."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean, stdev
 
 Z = 1.959964  # the 97.5 % quantile of the normal distribution
@@ -23,6 +23,14 @@ def t_quantile(freedom: int) -> float:
     # Abramowitz and Stegun, 26.7.5, to the third order: right to four decimals from here on.
     terms = ((Z**3 + Z) / 4, (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96, (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384)
     return Z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+
+
+def mean_by(points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
+    """The mean of the values at each x, in the order of x."""
+    values: dict[int, list[float]] = {}
+    for x, value in points:
+        values.setdefault(x, []).append(value)
+    return [(x, mean(values[x])) for x in sorted(values)]
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:

@@ -11,80 +11,34 @@ from streamclr.base.files import read_json, write_json
 from streamclr.base.options import option
 from streamclr.base.plots import save_plot
 from streamclr.base.statistics import seeds_note
-from streamclr.experiments.beyond.asked import asked
-from streamclr.experiments.beyond.fleet import fleet
-from streamclr.experiments.beyond.iid import iid
-from streamclr.experiments.beyond.large_buffer import large_buffer
-from streamclr.experiments.beyond.stc import stc
-from streamclr.experiments.beyond.sweep import sweep
-from streamclr.experiments.beyond.unusable import unusable
+from streamclr.experiments.beyond import asked, fleet, iid, large_buffer, stc, sweep, unusable
 from streamclr.experiments.findings import Findings
-from streamclr.experiments.paper.buffer import buffer
-from streamclr.experiments.paper.curves import curves
-from streamclr.experiments.paper.gradient import gradient
-from streamclr.experiments.paper.labels import labels
-from streamclr.experiments.paper.lazy import lazy
-from streamclr.sweeps.lab import SCALES, Lab
+from streamclr.experiments.paper import buffer, curves, gradient, labels, lazy
+from streamclr.sweeps.lab import Lab, LabOptions
 from streamclr.sweeps.origin import listed
-from streamclr.sweeps.places import ON
 
+SCRIPTS = (labels, curves, lazy, buffer, gradient, stc, iid, large_buffer, sweep, unusable, asked, fleet)
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
-    "labels": labels,
-    "curves": curves,
-    "lazy": lazy,
-    "buffer": buffer,
-    "gradient": gradient,
-    "stc": stc,
-    "iid": iid,
-    "large-buffer": large_buffer,
-    "sweep": sweep,
-    "unusable": unusable,
-    "asked": asked,
-    "fleet": fleet,
+    script.__name__.rpartition(".")[2].replace("_", "-"): script.experiment for script in SCRIPTS
 }
 
 
 @dataclass(frozen=True)
-class ReproduceOptions:
+class ReproduceOptions(LabOptions):
     """Run one of the paper's experiments, with its numbers beside ours; if it was interrupted, it continues."""
 
     name: str = option("", f"the experiment: {', '.join(EXPERIMENTS)}")
-    scale: str = option(
-        "cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two CPU cores"
-    )
-    seeds: int = option(3, "how many seeds, from 0 on")
-    images: int | None = option(None, "images in each run, for a quick look [the scale's own]")
-    workers: int | None = option(
-        None, "runs at the same time [one for each GPU, or each core; on Ray, as many as there is room for]"
-    )
-    device: str | None = option(None, "cpu or cuda [GPUs if there are any]")
-    on: str | None = option(None, ON)
-    data: str | None = option(None, "directory with official files of datasets that are not in the cache")
-    out: str = option(
-        "runs/reproduce", "the directory, shared by experiments: a job with a result there is not done again"
-    )
-    plan: bool = option(False, "only print what would run and how long it should take")
-    redo: bool = option(False, "do jobs again whose results were measured by other code, another torch or machine")
 
 
 def reproduce(config: ReproduceOptions) -> Path:
     """Do an experiment and print its tables. Returns the directory with results.json, table.md and the plot."""
     if config.name not in EXPERIMENTS:
         raise UserError(f"no experiment {config.name!r}: {opts.one_of(config.name, EXPERIMENTS)}")
-    lab = Lab(
-        Path(config.out),
-        config.scale,
-        config.seeds,
-        config.images,
-        config.workers,
-        config.device,
-        config.data,
-        config.plan,
-        config.on,
-        config.redo,
-    )
+    lab = Lab(config)
     findings = EXPERIMENTS[config.name](lab)
-    directory = _place(lab.out / _title(config), config.seeds, findings)
+    scale = "" if config.scale == "cpu" else f"-{config.scale}"  # another scale or number of images has its directory
+    title = config.name + scale + (f"-{config.images}" if config.images else "")
+    directory = _place(lab.out / title, config.seeds, findings)
     directory.mkdir(exist_ok=True)
     images = f" --images {config.images}" if config.images else ""
     data = " --data DIR" if config.data else ""
@@ -112,12 +66,6 @@ def reproduce(config: ReproduceOptions) -> Path:
         table.print()
     print(note.replace("`", ""), file=sys.stderr)
     return directory
-
-
-def _title(config: ReproduceOptions) -> str:
-    """The name of its directory: another scale or number of images has its own."""
-    scale = "" if config.scale == "cpu" else f"-{config.scale}"
-    return config.name + scale + (f"-{config.images}" if config.images else "")
 
 
 def _place(directory: Path, seeds: int, findings: Findings) -> Path:

@@ -22,6 +22,7 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan, make_encoder
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
+from streamclr.streams.spec import Source
 from streamclr.streams.stream import Stream
 from streamclr.views import StrongViews
 
@@ -52,6 +53,13 @@ def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = No
     return Extracted(
         torch.cat(features), checked_labels(images.labels[kept], len(images.classes)), torch.from_numpy(kept)
     )
+
+
+def labelled(source: Source | Stream) -> tuple[Images, Images]:
+    """The images for training and for the test, of a source that is known to have them."""
+    assert source.train is not None
+    assert source.test is not None
+    return source.train, source.test
 
 
 def report_unreadable(bad: dict[int, BadFrame], n: int) -> None:

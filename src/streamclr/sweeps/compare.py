@@ -1,10 +1,8 @@
 """Several policies on the same streams, seed by seed: one table with means and their 95 % intervals."""
 
-import dataclasses
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.options import option
 from streamclr.base.plots import line_plot
-from streamclr.base.statistics import seeds_note, spread
+from streamclr.base.statistics import mean_by, seeds_note, spread
 from streamclr.base.table import Table, labels_heading
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import (
@@ -29,7 +27,7 @@ from streamclr.records.options import (
 )
 from streamclr.records.plan import RunPlan, open_run_stream
 from streamclr.runs.assemble import policy_options, prepare
-from streamclr.runs.evaluation import Extracted, probe_accuracy
+from streamclr.runs.evaluation import Extracted, labelled, probe_accuracy
 from streamclr.runs.report import write_report
 from streamclr.runs.run import run
 from streamclr.streams.datasets.images import Images
@@ -84,58 +82,53 @@ def compare(
         raise UserError(f"--policies {options.policies} names a policy twice: name each once")
     if options.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
         raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
-    runs = []
-    for seed in range(options.seed, options.seed + options.seeds):
-        for policy in policies:
-            lazily = options.rescore_every if "rescore_every" in policy_options(policy) else None
-            runs.append(as_run(options, policy=policy, seed=seed, rescore_every=lazily))
     ready: dict[str, RunPlan] = {}
-    for one in runs[: len(policies)]:  # a wrong option is refused before the first run starts
-        ready[one.policy] = prepare(one if options.on is None else dataclasses.replace(one, device=None))[0]
+    for policy in policies:  # a wrong option is refused before the first run starts
+        lazily = options.rescore_every if "rescore_every" in policy_options(policy) else None
+        device = options.device if options.on is None else None
+        ready[policy] = prepare(as_run(options, policy=policy, rescore_every=lazily, device=device))[0]
     place = None if options.on is None else open_place(options.on, None, options.device, torch.get_num_threads())
     out = new_directory(options.out, Path("runs") / default_out)
     directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}
-    places = {}
-    for one in runs:
-        first = one.policy == policies[0]  # the supervised baselines depend on the seed alone
-        name = one.policy.replace("?", ",").replace("&", ",")
-        path = out / f"{name}-{one.seed}"
-        places[path] = dataclasses.replace(ready[one.policy], seed=one.seed, supervised=one.supervised and first)
-        directories[one.policy].append(RunDirectory(path))
+    plans: dict[Path, RunPlan] = {}
+    for seed in range(options.seed, options.seed + options.seeds):
+        for policy, plan in ready.items():
+            path = out / f"{policy}-{seed}".replace("?", ",").replace("&", ",")
+            # The supervised baselines depend on the seed alone.
+            plans[path] = replace(plan, seed=seed, supervised=plan.supervised and policy == policies[0])
+            directories[policy].append(RunDirectory(path))
     if place is None:
-        for path, one in places.items():
-            run(dataclasses.replace(one, out=str(path)))
-            _report(path, one)
+        for path, plan in plans.items():
+            run(replace(plan, out=str(path)))
+            _report(path, plan)
     else:
-        _work(places, place, out)
+        _work(plans, place, out)
 
     rows = _rows(directories, options) | (baselines or {})
-    write_json(out / "results.json", {"config": dataclasses.asdict(options) | {"out": None}, "accuracy": rows})
-    columns = [*(str(f) for f in options.label_fractions), PROBE]
-    table = Table(
-        title,
-        ["", *(column if column == PROBE else labels_heading(column) for column in columns)],
-        [[name, *(_percent(values.get(column, [])) for column in columns)] for name, values in rows.items()],
-        note=f"accuracy on the test set, {seeds_note(options.seeds)}",
-    )
+    write_json(out / "results.json", {"config": asdict(options) | {"out": None}, "accuracy": rows})
+    heads = {str(f): labels_heading(str(f)) for f in options.label_fractions} | {PROBE: PROBE}
+    cells = []
+    for name, own in rows.items():
+        cells.append([name, *(spread([100 * x for x in own.get(column, [])], unit=" %") for column in heads)])
+    note = f"accuracy on the test set, {seeds_note(options.seeds)}"
+    table = Table(title, ["", *heads.values()], cells, note)
     (out / "table.md").write_text(table.markdown(), encoding="utf-8")
-    line_plot(
-        "kNN accuracy on the test set, %, mean over seeds",
-        [(policy, _mean_curve(directories[policy])) for policy in policies],
-        out / "curves.png",
-    )
-    write_report([d.path for policy in policies for d in directories[policy]], out / "report.html", [table])
+    curves = []
+    for policy, runs in directories.items():
+        probed = ((step["seen"], 100 * step["accuracy"]) for one in runs for step in one.steps() if "accuracy" in step)
+        curves.append((policy, mean_by(probed)))
+    line_plot("kNN accuracy on the test set, %, mean over seeds", curves, out / "curves.png")
+    write_report([one.path for runs in directories.values() for one in runs], out / "report.html", [table])
     return out, table
 
 
 def _work(runs: dict[Path, RunPlan], place: Place, out: Path) -> None:
     """Each run is a job elsewhere, and its directory comes back."""
     jobs = {}
-    for path, one in runs.items():
-        arguments = dataclasses.asdict(dataclasses.replace(one, device=place.device))
-        jobs[out / "jobs" / path.name] = Job(
-            path.name, "compare", f"{__name__}:run_for_compare", arguments, keeps_run=True
-        )
+    for path, plan in runs.items():
+        arguments = asdict(replace(plan, device=place.device))
+        job = Job(path.name, "compare", f"{__name__}:run_for_compare", arguments, keeps_run=True)
+        jobs[out / "jobs" / path.name] = job
 
     def keep(directory: Path) -> None:
         path = out / directory.name
@@ -153,8 +146,8 @@ def run_for_compare(directory: Path, **config: Any) -> Result:
     return own.results or run(RunOptions(**config | {"out": str(own.path)}))[1]
 
 
-def _report(path: Path, one: RunPlan) -> None:
-    write_report([path], path / "report.html", title=f"{one.policy}, seed {one.seed}")
+def _report(path: Path, plan: RunPlan) -> None:
+    write_report([path], path / "report.html", title=f"{plan.policy}, seed {plan.seed}")
 
 
 def _rows(directories: dict[str, list[RunDirectory]], options: CompareOptions) -> Rows:
@@ -169,19 +162,6 @@ def _rows(directories: dict[str, list[RunDirectory]], options: CompareOptions) -
         rows["supervised"] = {f: [c[f]["end_to_end"] for c in supervised] for f in fractions}
         rows["untrained encoder"] = {f: [c[f]["untrained_encoder"] for c in supervised] for f in fractions}
     return rows
-
-
-def _percent(values: list[float]) -> str:
-    return spread([100 * value for value in values], unit=" %")
-
-
-def _mean_curve(runs: list[RunDirectory]) -> list[tuple[float, float]]:
-    points: dict[int, list[float]] = {}
-    for one in runs:
-        for step in one.steps():
-            if "accuracy" in step:
-                points.setdefault(step["seen"], []).append(100 * step["accuracy"])
-    return [(seen, mean(values)) for seen, values in sorted(points.items())]
 
 
 DEMO = CompareOptions(
@@ -204,11 +184,8 @@ DEMO = CompareOptions(
 
 def demo(out: str | None = None) -> tuple[Path, Table]:
     """The whole job on the embedded default, with a linear probe on raw pixels to show that it is no toy."""
-    options = dataclasses.replace(DEMO, out=out)
-    stream = open_run_stream(as_run(options))
-    assert stream.train is not None
-    assert stream.test is not None
-    baselines = {"raw pixels": {PROBE: [pixel_probe(stream.train, stream.test)]}}
+    options = replace(DEMO, out=out)
+    baselines = {"raw pixels": {PROBE: [pixel_probe(*labelled(open_run_stream(as_run(options))))]}}
     return compare(options, "demo", "Learned from an unlabelled stream, classified from 1 % labels", baselines)
 
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 from streamclr.base import options as opts
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import read_json, write_json
+from streamclr.base.progress import say
 from streamclr.records.directory import NOT_THE_RUNS
 from streamclr.records.options import RunOptions
 from streamclr.streams.datasets import registry as data
@@ -28,21 +29,14 @@ DESCRIPTION, RESULT, LOG = "job.json", "result.json", "log.txt"  # in the direct
 
 @dataclass(frozen=True)
 class Job:
-    """A function and its arguments: those of a RunOptions and its own.
+    """A function and its arguments: those of a RunOptions and its own."""
 
-    title: the beginning of its key, for people.
-    name: what it measures. It is part of the key, so it stays the same when the function moves or is renamed.
-    function: `module:function`. It gets a directory and the arguments, and returns JSON; its run, if any, is in `run`.
-    needs: names of files beside its directory that it reads.
-    keeps_run: whether the files of its run are wanted too, not only the result.
-    """
-
-    title: str
-    name: str
-    function: str
+    title: str  # the beginning of its key, for people
+    name: str  # what it measures; part of the key, so it stays the same when the function moves or is renamed
+    function: str  # `module:function`: gets a directory and the arguments, returns JSON; its run, if any, is in `run`
     arguments: Result
-    needs: tuple[str, ...] = ()
-    keeps_run: bool = False
+    needs: tuple[str, ...] = ()  # names of files beside its directory that it reads
+    keeps_run: bool = False  # whether the files of its run are wanted too, not only the result
 
     @property
     def key(self) -> str:
@@ -110,6 +104,13 @@ def last_log_line(directory: Path) -> str:
     return ((directory / LOG).read_text("utf-8", errors="replace").strip() or "empty log").splitlines()[-1]
 
 
+def bring_dataset(source: str, data_dir: Path | None = None) -> None:
+    """Get the dataset of a source if it is not in this machine's cache; from its files in `data_dir`, if they are."""
+    name = opts.split(source)[0]
+    if name in data.DATASETS and not data.is_cached(name):
+        say(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # In the process of a job
 
@@ -117,18 +118,11 @@ def last_log_line(directory: Path) -> str:
 def do_job(directory: Path, clock: "Clock") -> None:
     """Do the job of a directory and write its result, with who measured it."""
     job = read_json(directory / DESCRIPTION)
-    _bring_dataset(job["arguments"])
+    bring_dataset(job["arguments"].get("source", ""))  # this may not be the machine that made the plan
     module, _, function = job["function"].partition(":")
     result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])
     facts = {"seconds_in_all": clock.read(), "measured_by": job["measured_by"]}
     write_json(directory / RESULT, result | {"arguments": job["arguments"]} | facts)
-
-
-def _bring_dataset(arguments: Result) -> None:
-    """Get the dataset if it is not in this machine's cache, as on another machine than the one that made the plan."""
-    name = opts.split(arguments.get("source", ""))[0]
-    if name in data.DATASETS and not data.is_cached(name):
-        print(data.get(name), flush=True)
 
 
 class Clock:

@@ -1,32 +1,29 @@
 """Where experiments run: each job is done once and its result is kept under its key, so that all can be resumed."""
 
-import dataclasses
 import shutil
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import held, read_json
-from streamclr.base.progress import Progress
+from streamclr.base.options import option
+from streamclr.base.progress import Progress, say
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
-from streamclr.streams.datasets import registry as data
 from streamclr.streams.stream import Stream
-from streamclr.sweeps.job import RESULT, Job, Result, begun_by
+from streamclr.sweeps.job import RESULT, Job, Result, begun_by, bring_dataset
 from streamclr.sweeps.origin import Origin, difference, is_by, origin, origin_of
-from streamclr.sweeps.places import open_place, work
+from streamclr.sweeps.places import ON, open_place, work
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and smaller ones for two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is exact in both, so that no table depends on what is fast on a machine.
@@ -36,50 +33,52 @@ SCALES = {
         source="cifar10", stc=500, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1
     ),
 }
+# What the time of a step depends on.
+KIND_FIELDS = "encoder width stem norm size policy buffer batch segment rescore_every device".split()
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class LabOptions:
+    """What an experiment is done with."""
+
+    scale: str = option(
+        "cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two CPU cores"
+    )
+    seeds: int = option(3, "how many seeds, from 0 on")
+    images: int | None = option(None, "images in each run, for a quick look [the scale's own]")
+    workers: int | None = option(
+        None, "runs at the same time [one for each GPU, or each core; on Ray, as many as there is room for]"
+    )
+    device: str | None = option(None, "cpu or cuda [GPUs if there are any]")
+    on: str | None = option(None, ON)
+    data: str | None = option(None, "directory with official files of datasets that are not in the cache")
+    out: str = option(
+        "runs/reproduce", "the directory, shared by experiments: a job with a result there is not done again"
+    )
+    plan: bool = option(False, "only print what would run and how long it should take")
+    redo: bool = option(False, "do jobs again whose results were measured by other code, another torch or machine")
+
+
 class Lab:
-    """The jobs of one experiment at one scale, in a directory that experiments share.
+    """The jobs of one experiment at one scale, in a directory that experiments share."""
 
-    images: of each run [the scale's own].
-    workers: jobs at a time [one for each GPU, or each core; on Ray, as many as it has room for].
-    data_dir: where datasets are that are not in the cache.
-    only_plan: print what would be done and how long it should take, then exit.
-    on: where the jobs run, see `open_place` [this machine].
-    redo: do jobs again whose results were measured by other code, another torch or another machine.
-    """
-
-    def __init__(
-        self,
-        out: Path,
-        scale: str = "cpu",
-        n_seeds: int = 3,
-        images: int | None = None,
-        workers: int | None = None,
-        device: str | None = None,
-        data_dir: str | None = None,
-        only_plan: bool = False,
-        on: str | None = None,
-        redo: bool = False,
-    ):
-        if scale not in SCALES:
-            raise UserError(f"no scale {scale!r}: {opts.one_of(scale, SCALES)}")
-        one_batch = SCALES[scale].buffer
-        for name, value, least in (("seeds", n_seeds, 1), ("images", images, one_batch), ("workers", workers, 1)):
+    def __init__(self, options: LabOptions):
+        if options.scale not in SCALES:
+            raise UserError(f"no scale {options.scale!r}: {opts.one_of(options.scale, SCALES)}")
+        for name, least in (("seeds", 1), ("images", SCALES[options.scale].buffer), ("workers", 1)):
+            value = getattr(options, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")
-        self.out, self.scale, self.n_seeds, self.images = out, scale, n_seeds, images
-        self.only_plan, self.redo = only_plan, redo
-        self.place = open_place(on, workers, device)
-        self.device, self.workers = self.place.device, self.place.workers
-        self.data_dir = None if data_dir is None else Path(data_dir).expanduser()
+        self.options, self.scale, self.images = options, options.scale, options.images
+        self.out, self.data_dir = Path(options.out), None if options.data is None else Path(options.data).expanduser()
+        self.place = open_place(options.on, options.workers, options.device)
         if self.data_dir is not None and not self.data_dir.is_dir():
-            raise UserError(f"no directory {data_dir!r}: give --data a directory with official files of datasets")
+            raise UserError(f"no directory {options.data!r}: give --data a directory with official files of datasets")
         self.left_out: list[str] = []  # datasets that were not found
         self.seconds = 0.0  # of work for the results, whenever it was done
         self.origins: list[Origin] = []  # of the results
-        self._now = {name: value for name, value in origin(self.device).items() if name != "date"}
+        self._now = {name: value for name, value in origin(self.place.device).items() if name != "date"}
         if self.place.name:  # which machine of a cluster does a job is not known before
             del self._now["machine"]
 
@@ -89,13 +88,13 @@ class Lab:
 
     def runs(self, **settings: Any) -> list[Job]:
         """A run with the scale's settings and these instead: a job for each seed."""
-        wanted = dataclasses.replace(SCALES[self.scale], **settings)
+        wanted = replace(SCALES[self.scale], **settings)
         if self.images is not None:
-            wanted = dataclasses.replace(wanted, images=self.images, epochs=None)
+            wanted = replace(wanted, images=self.images, epochs=None)
         plan = _resolve(wanted, self.data_dir)
         policy, jobs = opts.split(plan.policy)[0], []
-        for seed in range(self.n_seeds):
-            arguments = asdict(dataclasses.replace(plan, seed=seed, device=self.device))
+        for seed in range(self.options.seeds):
+            arguments = asdict(replace(plan, seed=seed, device=self.place.device))
             arguments["guards"] = wanted.guards  # as asked: the keys of results that exist depend on it
             arguments.pop("out")
             jobs.append(Job(f"{policy}-{seed}", "run", f"{__name__}:run_job", arguments))
@@ -104,24 +103,23 @@ class Lab:
     def at_hand(self, dataset: str, **settings: Any) -> bool:
         """Whether the dataset of a run can be read; if not, say so and leave it out."""
         try:
-            _open(dataclasses.replace(SCALES[self.scale], **settings), self.data_dir)
+            _open(replace(SCALES[self.scale], **settings), self.data_dir)
         except UserError as error:
             self.left_out.append(dataset)
             reason = " ".join(str(error).split())
-            print(f"{dataset} is left out ({reason}): give its directory with --data", file=sys.stderr)
+            say(f"{dataset} is left out ({reason}): give its directory with --data")
             return False
         return True
 
     def do(self, jobs: dict[str, list[Job]]) -> dict[str, list[Result]]:
         """The results of all jobs; those without a result are done now."""
-        by_key = {job.key: job for row in jobs.values() for job in row}
+        # The first seed of all rows first, so that a table of one seed is there early.
+        by_key = {job.key: job for seed in zip_longest(*jobs.values()) for job in seed if job}
         with _alone(self.out):
             done = self._done(by_key)
-            missing = [job for job in _by_seed(jobs) if job.key not in done]
-            print(
-                f"{len(by_key)} jobs, {len(done)} of them done; {self._expected(missing)}", file=sys.stderr, flush=True
-            )
-            if self.only_plan:
+            missing = [job for key, job in by_key.items() if key not in done]
+            say(f"{len(by_key)} jobs, {len(done)} of them done; {self._expected(missing)}")
+            if self.options.plan:
                 raise SystemExit(0)
             self._work({self._directory(job): job for job in missing})
         results = {key: read_json(self._result(job)) for key, job in by_key.items()}
@@ -134,10 +132,10 @@ class Lab:
     def _done(self, jobs: dict[str, Job]) -> set[str]:
         """The keys of the jobs that have a result, and with `redo` one that was measured as it would be now."""
         found = {key: origin_of(read_json(file)) for key, job in jobs.items() if (file := self._result(job)).exists()}
-        if self.redo:
+        if self.options.redo:
             return {key for key, one in found.items() if is_by(self._now, one)}
         if line := difference(self._now, list(found.values())):
-            print(line, file=sys.stderr, flush=True)
+            say(line)
         return set(found)
 
     def _directory(self, job: Job) -> Path:
@@ -149,7 +147,7 @@ class Lab:
 
     def _work(self, jobs: dict[Path, Job]) -> None:
         (self.out / "jobs").mkdir(exist_ok=True)
-        if self.redo:
+        if self.options.redo:
             for directory in jobs:
                 if (begun := begun_by(directory)) and not is_by(self._now, begun):
                     shutil.rmtree(directory)
@@ -160,42 +158,25 @@ class Lab:
         learned = [job.arguments for job in jobs if job.arguments["images"]]
         if not learned:
             return "nothing to learn"
-        if self.device == "cuda" and not torch.cuda.is_available():
+        if self.place.device == "cuda" and not torch.cuda.is_available():
             return "how long they take is unknown: this machine has no GPU to time a step on"
         with Progress("timing a step of each kind", None):
-            seconds = sum(-(-plan["images"] // plan["segment"]) * _step_seconds(_kind(plan)) for plan in learned)
+            seconds = 0.0
+            for plan in learned:
+                kind = RunPlan(**{name: plan[name] for name in KIND_FIELDS}, guards="off")
+                seconds += -(-plan["images"] // plan["segment"]) * _step_seconds(kind)
         torch.cuda.empty_cache()  # the job on the first GPU needs the memory
-        n_workers = min(self.workers, len(learned))
+        n_workers = min(self.place.workers, len(learned))
         hours = seconds / n_workers / 3600
         how_long = f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
-        return f"about {how_long} of learning on {n_workers} x {self.device}, evaluation not counted"
+        return f"about {how_long} of learning on {n_workers} x {self.place.device}, evaluation not counted"
 
 
-def _by_seed(jobs: dict[str, list[Job]]) -> Iterable[Job]:
-    """Each job once, the first seed of all rows first, so that a table of one seed is there early."""
-    seen = set()
-    for seed in range(max((len(row) for row in jobs.values()), default=0)):
-        for row in jobs.values():
-            if seed < len(row) and row[seed].key not in seen:
-                seen.add(row[seed].key)
-                yield row[seed]
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _alone(out: Path) -> IO[bytes]:
     """Lock the directory: a second lab would take the running jobs of the first for interrupted ones."""
     out.mkdir(parents=True, exist_ok=True)
     (out / ".lock").touch()
-    with held(out / ".lock", f"another process is working in {out}: wait for it, or give another --out"):
-        yield
-
-
-KIND_FIELDS = ("encoder", "width", "stem", "norm", "size", "policy", "buffer", "batch", "segment", "rescore_every")
-
-
-def _kind(plan: dict[str, Any]) -> RunPlan:
-    """What the time of a step depends on."""
-    return RunPlan(**{name: plan[name] for name in (*KIND_FIELDS, "device")}, guards="off")
+    return held(out / ".lock", f"another process is working in {out}: wait for it, or give another --out")
 
 
 @cache
@@ -203,7 +184,7 @@ def _step_seconds(kind: RunPlan) -> float:
     """The time of one step; on a CPU it is extrapolated from a step with fewer images."""
     part = 1.0 if kind.device == "cuda" else min(1.0, 32 / kind.segment)
     few = {name: max(2, round(part * getattr(kind, name))) for name in ("buffer", "segment", "batch")}
-    learner = make_learner(dataclasses.replace(kind, **few))
+    learner = make_learner(replace(kind, **few))
     images = torch.randint(256, (few["segment"], 3, kind.size, kind.size), dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -221,9 +202,7 @@ def _resolve(options: RunOptions, data_dir: Path | None) -> RunPlan:
 
 def _open(options: RunOptions, data_dir: Path | None) -> Stream:
     """The stream of a run; a dataset that is not in the cache is put there first."""
-    name = opts.split(options.source)[0]
-    if name in data.DATASETS and not data.is_cached(name):
-        print(data.get(name, data_dir if data_dir and data.is_at(name, data_dir) else None), file=sys.stderr)
+    bring_dataset(options.source, data_dir)
     return open_run_stream(options)
 
 
@@ -236,16 +215,17 @@ def run_job(directory: Path, **config: Any) -> Result:
     own = RunDirectory(directory / "run")
     results = own.results or run(RunOptions(**config, out=str(own.path)))[1]
     steps = own.steps()
-    spent, curve = 0.0, []
-    for step in steps:
-        spent += step["seconds_scoring"] + step["seconds_training"]
-        if "accuracy" in step:
-            curve.append({"seen": step["seen"], "seconds": spent, "knn": step["accuracy"]})
+    seconds = accumulate(step["seconds_scoring"] + step["seconds_training"] for step in steps)
+    curve = [
+        {"seen": step["seen"], "seconds": spent, "knn": step["accuracy"]}
+        for step, spent in zip(steps, seconds, strict=True)
+        if "accuracy" in step
+    ]
     full = [step for step in steps if step["kept"] + step["replaced"] == config["buffer"]][1:]
+    scoring, training = (median(step[f"seconds_{what}"] for step in steps) for what in ("scoring", "training"))
     return results | {
         "curve": curve,
         "rescored": sum(step["rescored"] for step in full) / max(1, len(full)),
         "replaced": sum(step["replaced"] for step in full) / max(1, len(full)) / config["buffer"],
-        "relative_time": 1
-        + median(step["seconds_scoring"] for step in steps) / median(step["seconds_training"] for step in steps),
+        "relative_time": 1 + scoring / training,
     }

@@ -50,9 +50,7 @@ class OnRay:
         n_cores = os.cpu_count() or 1
         self.threads = threads or max(1, n_cores // (workers or n_cores))
         need_ray("--on ray")
-        _join(address, max(n_cores, self.threads))
-        import ray
-
+        self._ray = ray = _join(address, max(n_cores, self.threads))
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.device = device or ("cuda" if any(machine.get("GPU") for machine in machines) else "cpu")
         needs = {"CPU": self.threads} | ({"GPU": 1} if self.device.startswith("cuda") else {})
@@ -65,9 +63,8 @@ class OnRay:
         self._sweep = secrets.token_hex(4)
         self._tasks: dict[ObjectRef, tuple[str, Path]] = {}
         resources = {"num_cpus": self.threads, "num_gpus": needs.get("GPU", 0)}
-        remote: Any = ray.remote  # its type hints do not allow a list of exceptions
-        self._do = remote(**resources, max_retries=N_RETRIES, retry_exceptions=[Killed])(do)
-        self._counts = remote(num_cpus=0, max_restarts=-1)(Counts).remote()
+        self._do = ray.remote(**resources, max_retries=N_RETRIES, retry_exceptions=[Killed])(do)
+        self._counts = ray.remote(num_cpus=0, max_restarts=-1)(Counts).remote()
         self._asked = self._counts.all.remote()
         self._seen: dict[str, int] = {}
 
@@ -81,15 +78,13 @@ class OnRay:
         self._tasks[task] = name, directory
 
     def ended(self) -> list[tuple[Path, str]]:
-        import ray
-
         ended = []
-        ready = ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)[0] if self._tasks else []
+        ready = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)[0] if self._tasks else []
         for task in ready:
             _, directory = self._tasks.pop(task)
             try:
-                where, files = ray.get(task)
-            except ray.exceptions.RayError as error:  # the last line is the reason
+                where, files = self._ray.get(task)
+            except self._ray.exceptions.RayError as error:  # the last line is the reason
                 where, files = "", {LOG: str(error).encode()}
             for file, content in files.items():
                 (directory / file).parent.mkdir(parents=True, exist_ok=True)
@@ -103,32 +98,28 @@ class OnRay:
 
     @property
     def n_seen(self) -> int:
-        import ray
-
-        if ray.wait([self._asked], timeout=0)[0]:
-            with suppress(ray.exceptions.RayError):  # its machine was lost: keep the counts from before
-                self._seen |= ray.get(self._asked)
+        if self._ray.wait([self._asked], timeout=0)[0]:
+            with suppress(self._ray.exceptions.RayError):  # its machine was lost: keep the counts from before
+                self._seen |= self._ray.get(self._asked)
             self._asked = self._counts.all.remote()
         return sum(self._seen.get(name, 0) for name, _ in self._tasks.values())
 
     def stop(self) -> None:
-        import ray
-
         for task in self._tasks:
-            ray.cancel(task)
+            self._ray.cancel(task)
         if self._tasks:
-            ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=TIMEOUT_SECONDS)
+            self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=TIMEOUT_SECONDS)
         self._tasks.clear()
 
 
-def _join(address: str | None, n_cores: int) -> None:
-    """Join the cluster at this address, or start one on this machine that listens on loopback only."""
+def _join(address: str | None, n_cores: int) -> Any:
+    """Join the cluster at this address, or start one on this machine that listens on loopback only. Returns Ray."""
     if address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one machine alone
     import ray
 
     if ray.is_initialized():  # by the program that calls us
-        return
+        return ray
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         options |= {"num_cpus": n_cores, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
@@ -138,11 +129,9 @@ def _join(address: str | None, n_cores: int) -> None:
             socket.create_connection((host, int(port)), TIMEOUT_SECONDS).close()  # Ray itself would retry for minutes
         ray.init(address or "local", **options)
     except (OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        where = address or "local"
-        raise UserError(
-            f"no Ray cluster at {where!r} ({reason}): give ray:HOST:PORT of a running one, or start one there"
-        ) from None
+        where = f"{address or 'local'!r} ({(str(error).splitlines() or ['no reason given'])[0]})"
+        raise UserError(f"no Ray cluster at {where}: give ray:HOST:PORT of a running one, or start one there") from None
+    return ray
 
 
 def code_version() -> str:

@@ -18,19 +18,13 @@ ON = "where the runs are done: ray (a new Ray cluster of this machine) or ray:AD
 
 
 class Place(Protocol):
-    """Runs jobs. When a job has ended, its directory has its log and, if it succeeded, its result.
+    """Runs jobs. When a job has ended, its directory has its log and, if it succeeded, its result."""
 
-    name: empty for this machine.
-    device: what the jobs learn on.
-    workers: how many jobs run at the same time.
-    """
+    name: str  # empty for this machine
+    device: str  # what the jobs learn on
+    workers: int  # how many jobs run at the same time
 
-    name: str
-    device: str
-    workers: int
-
-    def has_room(self) -> bool:
-        """Whether one more job can be started now."""
+    def has_room(self) -> bool: ...  # for one more job now
 
     def start(self, job: Job, directory: Path) -> None: ...
 
@@ -41,11 +35,9 @@ class Place(Protocol):
     def n_running(self) -> int: ...
 
     @property
-    def n_seen(self) -> int:
-        """How many images the running jobs have learned from."""
+    def n_seen(self) -> int: ...  # images that the running jobs have learned from
 
-    def stop(self) -> None:
-        """Stop the running jobs."""
+    def stop(self) -> None: ...  # the running jobs
 
 
 def open_place(on: str | None, workers: int | None, device: str | None, threads: int | None = None) -> Place:
@@ -65,27 +57,26 @@ def open_place(on: str | None, workers: int | None, device: str | None, threads:
 def work(jobs: dict[Path, Job], place: Place, keep: Callable[[Path], object]) -> None:
     """Do all jobs, each in its directory; `keep` is called with the directory of each that succeeded."""
     images = {directory: job.arguments["images"] or 0 for directory, job in jobs.items()}
-    waiting, n_left, n_done = [], len(jobs), 0
+    left = [directory for directory in jobs if not (directory / RESULT).exists()]
     for directory in jobs:
-        if (directory / RESULT).exists():  # it ended after the process that started it, which did not keep it
-            n_left, n_done = n_left - 1, n_done + images[directory]
+        if directory not in left:  # it ended after the process that started it, which did not keep it
             keep(directory)
-        else:
-            waiting.append(directory)
+    waiting = list(left)
     with Progress(f"{len(jobs)} jobs, images", sum(images.values())) as bar:
         try:
-            while n_left:
+            while left:
                 while waiting and place.has_room():
                     directory = waiting.pop(0)
                     place.start(jobs[directory], directory)
                 time.sleep(0.2)
                 for directory, where in place.ended():
-                    n_left, n_done = n_left - 1, n_done + images[directory]
+                    left.remove(directory)
                     if not (directory / RESULT).exists():
                         key, reason = jobs[directory].key, last_log_line(directory)
                         raise UserError(f"{key} failed{where} ({reason}): see {directory / LOG}")
                     keep(directory)
-                note = f"{n_left - place.n_running} waiting, {place.n_running} running"
+                n_done = sum(images.values()) - sum(images[directory] for directory in left)
+                note = f"{len(left) - place.n_running} waiting, {place.n_running} running"
                 bar.advance(n_done + place.n_seen - bar.done, note)
         finally:
             place.stop()
@@ -121,13 +112,13 @@ class Processes:
         self._running[directory] = worker, job.start(directory, self.threads, env)
 
     def ended(self) -> list[tuple[Path, str]]:
-        ended = [path for path, (_, process) in self._running.items() if process.poll() is not None]
         endings = []
-        for path in ended:
-            worker, process = self._running.pop(path)
-            self._free.append(worker)
-            killed = f", killed by signal {-process.returncode}" if process.returncode < 0 else ""
-            endings.append((path, killed))
+        for path, (worker, process) in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[path]
+                self._free.append(worker)
+                killed = f", killed by signal {-process.returncode}" if process.returncode < 0 else ""
+                endings.append((path, killed))
         return endings
 
     @property

@@ -2,24 +2,21 @@
 
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.classifier import train_head
-from streamclr.experiments.findings import Findings
+from streamclr.experiments.findings import Findings, bars, margins
 from streamclr.labelling.order import asking_order
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
-from streamclr.runs.evaluation import extract, head_accuracy
+from streamclr.runs.evaluation import extract, head_accuracy, labelled
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab, run_job
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SHARES = (0.001, 0.01)  # of the labels
 N_DRAWS = 5  # reservoirs for each run
@@ -27,7 +24,7 @@ RESERVOIR = 8  # images in a reservoir for each label
 WAYS = ("chosen", "uniform")
 
 
-def asked(lab: Lab) -> Findings:
+def experiment(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=500_000)
     runs = [job.doing("asked", measure) for job in lab.runs(images=images)]
     results = lab.do({"contrast": runs})["contrast"]
@@ -35,7 +32,7 @@ def asked(lab: Lab) -> Findings:
     rows = []
     for n in results[0]["asked"]:
         own = {way: [100 * draw[way] for result in results for draw in result["asked"][n]] for way in WAYS}
-        own["difference"] = [a - b for a, b in zip(own["chosen"], own["uniform"], strict=True)]
+        own["difference"] = margins(own["chosen"], own["uniform"])
         measured[n] = own
         better = sum(difference > 0 for difference in own["difference"])
         # The draws of one seed share its run: the seeds alone are independent.
@@ -49,16 +46,7 @@ def asked(lab: Lab) -> Findings:
         f"sample of {RESERVOIR} images for each label of the last row. The uniform labels are not balanced by class; "
         "those of the other experiments are. Not in the paper.",
     )
-
-    def draw(axes: "Axes") -> None:
-        for i, way in enumerate(WAYS):
-            for j, own in enumerate(measured.values()):
-                axes.bar(j + 0.4 * i, mean(own[way]), 0.38, color=f"C{i}", label=way if j == 0 else None)
-                axes.plot([j + 0.4 * i] * len(own[way]), own[way], "k.", ms=3)
-        axes.set_xticks([j + 0.2 for j in range(len(measured))], [f"{n} labels" for n in measured])
-        axes.set_ylabel("%")
-        axes.legend(fontsize=8)
-
+    draw = bars({f"{n} labels": [own[way] for way in WAYS] for n, own in measured.items()}, WAYS)
     return Findings([table], measured, "CIFAR-10, accuracy with chosen and with uniform labels", draw)
 
 
@@ -66,10 +54,7 @@ def measure(directory: Path, **config: Any) -> Result:
     """A run, and the accuracy with the labels of each way, draw by draw."""
     result = run_job(directory, **config)
     one = RunOptions(**config)
-    stream = open_run_stream(one)
-    train, test = stream.train, stream.test
-    assert train is not None
-    assert test is not None
+    train, test = labelled(open_run_stream(one))
     model = RunDirectory(directory / "run").load_model()
     tested = extract(model, test)
     n_labels = [max(1, round(share * len(train))) for share in SHARES]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +15,18 @@ from streamclr.base.progress import Progress
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.experiments.findings import Findings, signed
+from streamclr.experiments.findings import Findings, lines, share_of_gap, signed
 from streamclr.fleet.options import SimulateOptions
 from streamclr.fleet.rounds import read_rounds
 from streamclr.fleet.simulate import prepared, run_rounds
 from streamclr.fleet.split import shard, whole_of
-from streamclr.learner import Learner
 from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import make_learner
-from streamclr.runs.evaluation import extract, probe_accuracy
+from streamclr.runs.evaluation import extract, labelled, probe_accuracy
 from streamclr.streams.datasets.images import DatasetSource
 from streamclr.streams.stream import DatasetStream
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 N_DEVICES, N_ROUNDS, DROPOUT = 10, 50, 0.2
 BUFFER = 64  # of each learner: with 256 a device would take only two steps in a round
@@ -39,7 +35,7 @@ EQUAL = "pooled, as many steps as a device"
 SPLITS = {"classes:2": "two classes each", "stc": "all classes each"}
 
 
-def fleet(lab: Lab) -> Findings:
+def experiment(lab: Lab) -> Findings:
     n_total = lab.images or lab.pick(paper=25_000_000, cpu=256_000)
     n_device = n_total // N_DEVICES
     n_round = -(-n_device // N_ROUNDS)  # images of a device in a round
@@ -57,18 +53,14 @@ def fleet(lab: Lab) -> Findings:
     results = lab.do(rows)
     measured = {row: [100 * result["accuracy"] for result in own] for row, own in results.items()}
 
-    def closed(row: str, seen: str, end: str) -> str:
-        """How much of the gap between single and pooled a row closes."""
-        low, high, own = (mean(measured[name]) for name in (f"{seen}: single", end, row))
-        return "–" if high - low < 1 else f"{100 * (own - low) / (high - low):.0f} %"
-
     def cells(row: str) -> list[str]:
         seen = row.partition(":")[0]
         if f"{seen}: fleet" not in measured:
             return [row, spread(measured[row]), "–", "–", "–"]
         loss = signed(mean(measured[row]) - mean(measured[f"{seen}: fleet"]))
-        both = (closed(row, seen, end) for end in ("pooled", EQUAL))
-        return [row, spread(measured[row]), loss, *both]
+        alone = measured[f"{seen}: single"]
+        closed = (share_of_gap(measured[row], alone, measured[end]) for end in ("pooled", EQUAL))
+        return [row, spread(measured[row]), loss, *closed]
 
     table = Table(
         f"A fleet of {N_DEVICES}, CIFAR-10",
@@ -79,82 +71,65 @@ def fleet(lab: Lab) -> Findings:
         f"devices, so it takes {N_DEVICES} times the steps of a device, or in the second row as many. Linear probe on "
         f"{N_PROBED:,} labels.",
     )
-
-    def draw(axes: "Axes") -> None:
-        for row, own in results.items():
-            if "loss" in own[0]:
-                axes.plot(np.mean(np.array([result["loss"] for result in own], float), axis=0), label=row)
-        axes.set_xlabel("round")
-        axes.legend(fontsize=6)
-
-    return Findings([table], {"accuracy": measured, "facts": _facts(results)}, "Loss on the devices", draw)
-
-
-def _facts(results: dict[str, list[Result]]) -> dict[str, Any]:
+    series = []
+    for row, ours in results.items():
+        if "loss" in ours[0]:
+            losses = np.array([result["loss"] for result in ours], np.float64)  # None becomes NaN
+            series.append((row, list(enumerate(losses.mean(axis=0))), "-"))
     names = ("refused", "failed", "silent", "devices")
-    return {row: [{n: result[n] for n in names if n in result} for result in own] for row, own in results.items()}
+    facts = {row: [{n: result[n] for n in names if n in result} for result in own] for row, own in results.items()}
+    draw = lines(series, "round", fontsize=6)
+    return Findings([table], {"accuracy": measured, "facts": facts}, "Loss on the devices", draw)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In the process of a job
 
 
-def federated(directory: Path, split: str, dropout: float, round_images: int, **config: Any) -> Result:
+def federated(directory: Path, **config: Any) -> Result:
     # After an interruption it starts again: its devices may be a round ahead of its server.
     shutil.rmtree(directory / "fleet", ignore_errors=True)
+    own = {"out": str(directory / "fleet"), "devices": N_DEVICES, "rounds": N_ROUNDS, "workers": 1}
     taken = {field.name for field in fields(SimulateOptions)}
-    asked = SimulateOptions(
-        **{name: value for name, value in config.items() if name in taken},
-        out=str(directory / "fleet"),
-        devices=N_DEVICES,
-        rounds=N_ROUNDS,
-        round_images=round_images,
-        split=split,
-        dropout=dropout,
-        workers=1,
-    )
+    asked = SimulateOptions(**{name: value for name, value in config.items() if name in taken} | own)
     learner, out = prepared(asked)
     rounds = run_rounds(asked, learner, out)
-    lines = read_rounds(out)
+    journal = read_rounds(out)
     return {
         "accuracy": probe(rounds.kept_model(), whole_of(asked.source)),
-        "loss": [line["loss"] for line in lines],
-        "failed": sum(len(line["failed"]) for line in lines),
-        "silent": sum(line["silent"] for line in lines),
+        "loss": [line["loss"] for line in journal],
+        "failed": sum(len(line["failed"]) for line in journal),
+        "silent": sum(line["silent"] for line in journal),
         "refused": dict(rounds.refused),
     }
 
 
 def single(directory: Path, split: str, device_images: int, **config: Any) -> Result:
     """Each device alone, with its stream of the fleet and its own initial weights."""
-    torch.set_num_threads(1)
     plan, accuracies = RunPlan.of(config, "the job"), []
     with Progress("devices alone", N_DEVICES) as bar:
         for device in range(N_DEVICES):
             source = shard(plan.source, split, device, N_DEVICES, plan.stc, plan.seed)
-            learner = make_learner(replace(plan, seed=plan.seed + device))
-            _learn(learner, source, plan.segment, device_images)
-            accuracies.append(probe(learner.model, source))
+            accuracies.append(learn(replace(plan, seed=plan.seed + device), source, device_images))
             bar.advance(1)
     return {"accuracy": mean(accuracies), "devices": accuracies}
 
 
 def pooled(directory: Path, **config: Any) -> Result:
-    torch.set_num_threads(1)
     plan = RunPlan.of(config, "the job")
-    source = whole_of(f"{plan.source}?stc={plan.stc}&seed={plan.seed}")
+    return {"accuracy": learn(plan, whole_of(f"{plan.source}?stc={plan.stc}&seed={plan.seed}"), config["images"])}
+
+
+def learn(plan: RunPlan, source: DatasetSource, n_images: int) -> float:
+    """Learn from one source; returns the accuracy of the probe."""
+    torch.set_num_threads(1)
     learner = make_learner(plan)
-    _learn(learner, source, plan.segment, config["images"])
-    return {"accuracy": probe(learner.model, source)}
-
-
-def _learn(learner: Learner, source: DatasetSource, segment: int, n_images: int) -> None:
-    for images in DatasetStream(source).segments(segment, until=n_images):
+    for images in DatasetStream(source).segments(plan.segment, until=n_images):
         learner.learn_many(images)
+    return probe(learner.model, source)
 
 
 def probe(model: ContrastiveModel, source: DatasetSource) -> float:
-    assert source.train is not None
-    assert source.test is not None
-    numbers = torch.from_numpy(evenly_spaced(len(source.train), N_PROBED))
-    return probe_accuracy(extract(model, source.train, numbers), extract(model, source.test), len(source.classes))
+    train, test = labelled(source)
+    numbers = torch.from_numpy(evenly_spaced(len(train), N_PROBED))
+    return probe_accuracy(extract(model, train, numbers), extract(model, test), len(source.classes))

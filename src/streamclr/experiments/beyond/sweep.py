@@ -1,30 +1,28 @@
 """The encoder and learning rate of the CPU scale, chosen with the policy Random so that no other is favoured."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import mean
+from typing import Any
 
 import numpy as np
 
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import ALL, Findings, accuracy
+from streamclr.experiments.findings import Findings, accuracy, lines
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
-from streamclr.runs.evaluation import evaluate
+from streamclr.runs.evaluation import evaluate, labelled
 from streamclr.runs.loop import learn_stream
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 ENCODERS = (("small", 4), ("half", 8), ("imagenet", 8), ("imagenet", 16))
 RATES = (3e-4, 1e-3, 3e-3)
 
 
-def sweep(lab: Lab) -> Findings:
+def experiment(lab: Lab) -> Findings:
     images = lab.images or 100_000
     jobs = {}
     for stem, width in ENCODERS:
@@ -33,7 +31,7 @@ def sweep(lab: Lab) -> Findings:
             jobs[f"{stem}, {width}, {lr:g}"] = [job.doing("validate", validate) for job in runs]
     results = lab.do(jobs)
     measured = {
-        row: {"accuracy": accuracy(own, ALL), "minutes": [500_000 / images * result["seconds"] / 60 for result in own]}
+        row: {"accuracy": accuracy(own), "minutes": [500_000 / images * result["seconds"] / 60 for result in own]}
         for row, own in results.items()
     }
     table = Table(
@@ -41,17 +39,11 @@ def sweep(lab: Lab) -> Findings:
         ["stem, width, learning rate", "accuracy, %", "minutes of learning for 500,000 images"],
         [[row, spread(values["accuracy"]), spread(values["minutes"])] for row, values in measured.items()],
     )
-
-    def draw(axes: "Axes") -> None:
-        for stem, width in ENCODERS:
-            means = [measured[f"{stem}, {width}, {lr:g}"]["accuracy"] for lr in RATES]
-            axes.plot(
-                RATES, [sum(values) / len(values) for values in means], marker="o", label=f"{stem}, width {width}"
-            )
-        axes.set_xscale("log")
-        axes.set_xlabel("learning rate")
-        axes.legend(fontsize=8)
-
+    series = []
+    for stem, width in ENCODERS:
+        points = [(lr, mean(measured[f"{stem}, {width}, {lr:g}"]["accuracy"])) for lr in RATES]
+        series.append((f"{stem}, width {width}", points, "o-"))
+    draw = lines(series, "learning rate", log=10, fontsize=8)
     return Findings([table], measured, f"Accuracy of Random Replace after {images:,} images, %", draw)
 
 
@@ -59,8 +51,7 @@ def validate(directory: Path, **config: Any) -> Result:
     """A run that is tested on a fifth of the training images, held back from the classifier."""
     one, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
     seconds = learn_stream(one, learner, stream, RunDirectory.of(one))
-    train = stream.train
-    assert train is not None
+    train, _ = labelled(stream)
     known, held_back = (
         ArrayImages(train.images(numbers), train.labels[numbers], train.classes)
         for numbers in np.split(np.arange(len(train)), [len(train) * 4 // 5])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +15,16 @@ from streamclr.base.errors import UserError
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.base.tensors import load_tensors, save_tensors
-from streamclr.experiments.findings import Findings
+from streamclr.experiments.findings import Findings, lines, margins
 from streamclr.guards import GUARDS
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
-from streamclr.runs.evaluation import extract, probe_accuracy
+from streamclr.runs.evaluation import extract, labelled, probe_accuracy
 from streamclr.streams.datasets.images import Images
 from streamclr.streams.spec import Source
 from streamclr.streams.stream import DatasetStream, open_stream
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SHARES = (0.01, 0.05, 0.2)  # of the stream
 SHARE_OFF = 0.05  # the share in the runs without guards and in those that measure accuracy
@@ -36,7 +33,7 @@ SENSOR_NOISE = 2.0  # standard deviation, in levels of 255
 COLUMNS = ("unusable", "accuracy", "kept_out", "time")  # of a result
 
 
-def unusable(lab: Lab) -> Findings:
+def experiment(lab: Lab) -> Findings:
     n_share = lab.images or lab.pick(paper=500_000, cpu=20_480)  # for the share in the buffer, one seed
     n_accuracy = lab.images or lab.pick(paper=5_000_000, cpu=51_200)  # for the accuracy, all seeds
     clip, n_clip = decoded(lab), n_share // 3
@@ -48,90 +45,66 @@ def unusable(lab: Lab) -> Findings:
         needs = (f"{clip}.safetensors",) if clip else ()
         return [replace(job.doing("unusable", measure, **own), needs=needs) for job in runs]
 
-    accuracies = {f"clean, {guards}": jobs(n_accuracy, guards=guards) for guards in ("off", "on", "quarantine")}
-    accuracies |= {
-        f"mixture, {SHARE_OFF:.0%}, {guards}": jobs(n_accuracy, "mixture", SHARE_OFF, guards)
-        for guards in ("off", "on")
-    }
-    shares = {f"{kind}, {SHARE_OFF:.0%}, off": jobs(n_share, kind, SHARE_OFF)[:1] for kind in kinds}
-    shares |= {f"{kind}, {x:.0%}, on": jobs(n_share, kind, x, "on")[:1] for x in SHARES for kind in kinds}
-    if clip:
-        grid = [("mixture", SHARE_OFF, "off"), *((kind, x, "on") for x in SHARES for kind in kinds)]
-        shares |= {f"{clip}, {k}, {x:.0%}, {on}": jobs(n_clip, k, x, on, clip)[:1] for k, x, on in grid}
-    results = lab.do({f"accuracy: {row}": own for row, own in accuracies.items()} | shares)
+    streams = {f"clean, {guards}": jobs(n_accuracy, guards=guards) for guards in ("off", "on", "quarantine")}
+    for guards in ("off", "on"):
+        streams[f"mixture, {SHARE_OFF:.0%}, {guards}"] = jobs(n_accuracy, "mixture", SHARE_OFF, guards)
+    rows = {f"accuracy: {stream}": own for stream, own in streams.items()}
+    guarded = [(kind, share, "on") for share in SHARES for kind in kinds]
+    for kind, share, guards in [*((kind, SHARE_OFF, "off") for kind in kinds), *guarded]:
+        rows[f"{kind}, {share:.0%}, {guards}"] = jobs(n_share, kind, share, guards)[:1]
+    for kind, share, guards in [("mixture", SHARE_OFF, "off"), *guarded] if clip else []:
+        rows[f"{clip}, {kind}, {share:.0%}, {guards}"] = jobs(n_clip, kind, share, guards, clip)[:1]
+    results = lab.do(rows)
     measured = {row: {name: [result[name] for result in own] for name in COLUMNS} for row, own in results.items()}
+    in_buffer = {row: 100 * own["unusable"][0] for row, own in measured.items()}
 
-    columns = [f"{SHARE_OFF:.0%}, off", *(f"{share:.0%}, on" for share in SHARES)]
+    def shares_table(stream: str, note: str, where: str = "") -> Table:
+        columns, rows = [f"{SHARE_OFF:.0%}, off", *(f"{share:.0%}, on" for share in SHARES)], []
+        for kind in kinds:
+            shares = (in_buffer.get(f"{where}{kind}, {column}") for column in columns)
+            rows.append([kind, *("–" if share is None else f"{share:.1f}" for share in shares)])
+        title = f"Unusable frames in the buffer, %, by their share of the stream, {stream}"
+        return Table(title, ["kind", *columns], rows, note)
 
-    def cells(kind: str, where: str = "") -> list[str]:
-        rows = (f"{where}{kind}, {column}" for column in columns)
-        return [f"{100 * measured[row]['unusable'][0]:.1f}" if row in measured else "–" for row in rows]
-
-    clean = measured["accuracy: clean, off"]["accuracy"]
-
-    def accuracy(row: str) -> list[str]:
-        own = measured[f"accuracy: {row}"]
-        out = [100 * sum(kept.values()) / n_accuracy for kept in own["kept_out"]]
+    clean, accuracies, costs = measured["accuracy: clean, off"]["accuracy"], [], []
+    for stream in streams:
+        own = measured[f"accuracy: {stream}"]
+        kept_out = [100 * sum(kept.values()) / n_accuracy for kept in own["kept_out"]]
         time = [100 * sum(times.values()) for times in own["time"]]
-        losses = [a - b for a, b in zip(own["accuracy"], clean, strict=True)]
-        return [row, spread(own["accuracy"]), spread(losses), spread(out), spread(time)]
-
-    on = measured["accuracy: clean, on"]
-    cost = [
-        [
-            guard,
-            spread([100 * kept.get(guard, 0) / n_accuracy for kept in on["kept_out"]], 2),
-            spread([100 * times[guard] for times in on["time"]]),
-        ]
-        for guard in GUARDS
-    ]
+        values = (own["accuracy"], margins(own["accuracy"], clean), kept_out, time)
+        accuracies.append([stream, *map(spread, values)])
+    own = measured["accuracy: clean, on"]
+    for guard in GUARDS:
+        kept_out = [100 * kept.get(guard, 0) / n_accuracy for kept in own["kept_out"]]
+        costs.append([guard, spread(kept_out, 2), spread([100 * times[guard] for times in own["time"]])])
+    head = ["stream, guards", "accuracy, %", "against clean, off", "images kept out, %", "time of guards, % of a step"]
     tables = [
-        Table(
-            "Unusable frames in the buffer, %, by their share of the stream, guards off and on, CIFAR-10",
-            ["kind", *columns],
-            [[kind, *cells(kind)] for kind in kinds],
+        shares_table(
+            "guards off and on, CIFAR-10",
             f"{n_share:,} images, one seed, mean over the second half of the run. Not in the paper.",
         ),
         Table(
             f"Accuracy with {SHARE_OFF:.0%} of a mixture of unusable frames, CIFAR-10",
-            [
-                "stream, guards",
-                "accuracy, %",
-                "against clean, off",
-                "images kept out, %",
-                "time of guards, % of a step",
-            ],
-            [accuracy(row) for row in accuracies],
+            head,
+            accuracies,
             f"{n_accuracy:,} images; linear probe on all labels; seeds are paired with the clean run, guards off.",
         ),
         Table(
             "Cost of each guard on clean data, CIFAR-10",
             ["guard", "images kept out, %", "time, % of a step"],
-            cost,
+            costs,
             f"{n_accuracy:,} images, all guards on; a guard that keeps nothing out does not change the run.",
         ),
     ]
     if clip:
-        tables.append(
-            Table(
-                f"Unusable frames in the buffer, %, by their share of the stream, {clip} repeated with sensor noise",
-                ["kind", *columns],
-                [[kind, *cells(kind, f"{clip}, ")] for kind in kinds],
-                f"{n_clip:,} images, one seed; guards off was measured for the mixture only.",
-            )
-        )
-
-    def draw(axes: "Axes") -> None:
-        for number, kind in enumerate(kinds):
-            shares = [100 * mean(measured[f"{kind}, {share:.0%}, on"]["unusable"]) for share in SHARES]
-            axes.plot([100 * s for s in SHARES], shares, marker=".", color=f"C{number}", label=kind)
-            off = 100 * mean(measured[f"{kind}, {SHARE_OFF:.0%}, off"]["unusable"])
-            axes.plot(100 * SHARE_OFF, off, "x", color=f"C{number}")
-        axes.plot([100 * s for s in SHARES], [200 * s for s in SHARES], ":", color="black", label="twice the share")
-        axes.set_xscale("log")
-        axes.set_xlabel("unusable frames in the stream, %")
-        axes.legend(fontsize=6)
-
+        note = f"{n_clip:,} images, one seed; guards off was measured for the mixture only."
+        tables.append(shares_table(f"{clip} repeated with sensor noise", note, f"{clip}, "))
+    series = []
+    for i, kind in enumerate(kinds):
+        series.append((kind, [(100 * share, in_buffer[f"{kind}, {share:.0%}, on"]) for share in SHARES], f"C{i}.-"))
+        series.append(("", [(100 * SHARE_OFF, in_buffer[f"{kind}, {SHARE_OFF:.0%}, off"])], f"C{i}x"))
+    series.append(("twice the share", [(100 * share, 200 * share) for share in SHARES], "k:"))
+    draw = lines(series, "unusable frames in the stream, %", log=10, fontsize=6)
     return Findings(tables, measured, "Unusable frames in the buffer, %, guards on; crosses: off", draw)
 
 
@@ -150,9 +123,7 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
         shares.append(float(spoiled.unusable[learner.buffer.arrivals.cpu()].float().mean()))
     accuracy = float("nan")
     if probe:
-        assert source.train is not None
-        assert source.test is not None
-        known, tested = (extract(learner.model, images) for images in (source.train, source.test))
+        known, tested = (extract(learner.model, images) for images in labelled(source))
         accuracy = 100 * probe_accuracy(known, tested, len(source.classes))
     seconds, spent = getattr(learner.policy, "seconds", {}), sum(s.seconds_scoring + s.seconds_training for s in steps)
     return {
@@ -191,9 +162,8 @@ class SpoiledSource:
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + number)
             # A frozen frame repeats the image whose number is the multiple of 1000 before it.
             seen = torch.from_numpy(self.source.images(np.array([number // 1000 * 1000])))[0]
-            images[row] = KINDS[self._kinds[number]](
-                images[row] if self._kinds[number] != "frozen" else seen, generator
-            )
+            kind = self._kinds[number]
+            images[row] = KINDS[kind](seen if kind == "frozen" else images[row], generator)
         return images.numpy()
 
     def labels(self, numbers: np.ndarray) -> np.ndarray:

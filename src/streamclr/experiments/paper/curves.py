@@ -1,17 +1,23 @@
 """Learning curves, and how many images each policy needs to reach Random's best accuracy (Sec. IV-C)."""
 
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from streamclr.base.errors import UserError
-from streamclr.base.statistics import spread
-from streamclr.base.table import Table
-from streamclr.experiments.findings import NAMES, Findings, accuracy, against, images_to_reach, mean_curve
+from streamclr.experiments.findings import (
+    NAMES,
+    POLICIES,
+    Findings,
+    Points,
+    accuracy,
+    lines,
+    mean_curve,
+    policies_table,
+)
 from streamclr.sweeps.lab import Lab
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-POLICIES = ("contrast", "random", "fifo")
 PAPER = {
     "CIFAR-10": (82.13, 79.63, 74.51),
     "CIFAR-100": (50.22, 45.40, 42.68),
@@ -22,7 +28,7 @@ PAPER = {
 }
 
 
-def curves(lab: Lab) -> Findings:
+def experiment(lab: Lab) -> Findings:
     imagenet = {"stc": 100, "temperature": 0.07}
     subset = {"images": None, "lr": 4e-4, "stem": "imagenet", "size": 224} | imagenet
     settings: dict[str, dict[str, Any]] = lab.pick(
@@ -45,36 +51,21 @@ def curves(lab: Lab) -> Findings:
     settings = {dataset: own for dataset, own in settings.items() if lab.at_hand(dataset, **own)}
     if not settings:
         raise UserError("no dataset was found: run 'streamclr data get cifar10' first, or give --data DIR")
-    jobs = {f"{d} {p}": lab.runs(policy=p, **own) for d, own in settings.items() for p in POLICIES}
-    results = lab.do(jobs)
+    results = lab.do({f"{d} {p}": lab.runs(policy=p, **own) for d, own in settings.items() for p in POLICIES})
 
-    rows, measured = [], {}
-    for dataset in settings:
-        of = {policy: results[f"{dataset} {policy}"] for policy in POLICIES}
-        best = max(value for _, value in mean_curve(of["random"]))
+    of_table, measured, series = {}, {}, []
+    for dataset, style in zip(settings, ("-", "--", ":", "-.", "-", "--"), strict=False):
+        best = max(value for _, value in mean_curve(results[f"{dataset} random"]))
+        final, cells = [], []
         for i, policy in enumerate(POLICIES):
-            final, curve = accuracy(of[policy]), mean_curve(of[policy])
-            margins = [a - b for a, b in zip(accuracy(of["contrast"]), final, strict=True)]
-            paper = PAPER[dataset]
+            own = results[f"{dataset} {policy}"]
+            final.append(accuracy(own))
+            curve = mean_curve(own)
             needed = images_to_reach(curve, best)
-            measured[f"{dataset}, {policy}"] = {"accuracy": final, "curve": curve, "images_to_randoms_best": needed}
-            rows.append(
-                [
-                    f"{dataset}, {NAMES[policy]}",
-                    *against(final, paper[i]),
-                    *(["–", "–"] if policy == "contrast" else [spread(margins), f"{paper[0] - paper[i]:.2f}"]),
-                    "never" if needed is None else f"{needed:,.0f}",
-                ]
-            )
-    head = [
-        "",
-        "accuracy, all labels, %",
-        "paper",
-        "difference",
-        "contrast less this",
-        "paper",
-        "images to Random's best",
-    ]
+            cells.append("never" if needed is None else f"{needed:,.0f}")
+            measured[f"{dataset}, {policy}"] = {"accuracy": final[i], "curve": curve, "images_to_randoms_best": needed}
+            series.append((f"{dataset}, {NAMES[policy]}", curve, f"C{i}{style}"))
+        of_table[dataset] = final, PAPER[dataset], cells
     note = (
         "Images to Random's best: when the mean kNN curve reaches the highest point of Random's. In the paper contrast "
         "scoring reaches 76.1 % on CIFAR-10 after 3.74 M images, Random after 9.98 M, 2.67 times as many."
@@ -83,16 +74,13 @@ def curves(lab: Lab) -> Findings:
         note += " ImageNet-20 is Tiny ImageNet-20 here: other classes, 64 px, 500 images of each class."
     if lab.left_out:
         note += f" Left out, because the files were not found: {', '.join(lab.left_out)}."
+    table = policies_table("Learning curves", "", "images to Random's best", of_table, note)
+    return Findings([table], measured, "kNN accuracy on the test set, %", lines(series, "images seen", fontsize=6))
 
-    def draw(axes: "Axes") -> None:
-        for i, dataset in enumerate(settings):
-            for j, policy in enumerate(POLICIES):
-                curve = mean_curve(results[f"{dataset} {policy}"])
-                label = f"{dataset}, {NAMES[policy]}"
-                axes.plot(
-                    *zip(*curve, strict=True), label=label, color=f"C{j}", ls=("-", "--", ":", "-.", "-", "--")[i]
-                )
-        axes.set_xlabel("images seen")
-        axes.legend(fontsize=6)
 
-    return Findings([Table("Learning curves", head, rows, note)], measured, "kNN accuracy on the test set, %", draw)
+def images_to_reach(curve: Points, level: float) -> float | None:
+    """The number of images at which a curve first reaches a level, interpolated between its points."""
+    for (seen_before, before), (seen, value) in pairwise([curve[0], *curve]):
+        if value >= level:
+            return float(np.interp(level, (before, value), (seen_before, seen)))
+    return None

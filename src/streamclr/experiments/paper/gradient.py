@@ -1,7 +1,7 @@
 """Whether a high contrast score means a large gradient: score against gradient norm of each image (Sec. III-C)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,62 +10,18 @@ from streamclr.base.numbers import evenly_spaced
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.encoders.inference import infer, infer_views
-from streamclr.experiments.findings import Findings
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.experiments.findings import Findings, lines
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
+from streamclr.runs.evaluation import labelled
 from streamclr.score import contrast_score, rank_correlation
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
 from streamclr.views import StrongViews, flip
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from streamclr.encoders.projection import ContrastiveModel
-
 MARKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the images
 N_BATCHES, N_DRAWS = 8, 4  # mini-batches measured, and strong views of each
-
-
-def gradient(lab: Lab) -> Findings:
-    images = lab.pick(paper=5_000_000, cpu=100_000)
-    runs = [job.doing("gradient", measure) for job in lab.runs(images=images, probes=0)]
-    results = lab.do({"contrast": runs})["contrast"]
-    measured: dict[str, Any] = {}
-    rows: dict[str, list[list[str]]] = {pair: [] for pair in PAIRS}
-    for mark in range(len(MARKS)):
-        points = [result["marks"][mark] for result in results]
-        seen = f"{points[0]['seen']:,}"
-        measured[seen] = {key: [point[key] for point in points] for key in points[0] if key != "scatter"}
-        for pair, own in rows.items():
-            own.append(
-                [seen, *(spread(measured[seen][f"{pair}_{key}"], digits) for key, (_, digits) in COLUMNS.items())]
-            )
-    head = ["images seen", *(name for name, _ in COLUMNS.values())]
-    note = (
-        "The gradient with respect to z, Eq. 4. By case 1 of the paper the lowest tenth of the scores has p+ near 1 "
-        "and a gradient near 0; by case 2 the highest tenth has p+ near 0 and a large gradient."
-    )
-    tables = [
-        Table(f"Contrast score and gradient of {name}, CIFAR-10", head, rows[pair], note if pair == "strong" else "")
-        for pair, name in PAIRS.items()
-    ]
-    last = results[0]["marks"][-1]["scatter"]
-
-    def draw(axes: "Axes") -> None:
-        for pair, name in PAIRS.items():
-            axes.plot(last["score"], last[pair], ".", ms=2, label=name)
-        axes.set_xlabel("contrast score")
-        axes.legend(fontsize=8)
-
-    return Findings(
-        tables,
-        measured,
-        f"Norm of the gradient of each image after {results[0]['marks'][-1]['seen']:,} images, seed 0",
-        draw,
-    )
-
-
 PAIRS = {"flip": "x and its flip", "strong": "strong views"}
 COLUMNS = {  # name, digits
     "correlation": ("rank correlation", 2),
@@ -76,11 +32,40 @@ COLUMNS = {  # name, digits
 }
 
 
+def experiment(lab: Lab) -> Findings:
+    images = lab.pick(paper=5_000_000, cpu=100_000)
+    runs = [job.doing("gradient", measure) for job in lab.runs(images=images, probes=0)]
+    results = lab.do({"contrast": runs})["contrast"]
+    measured: dict[str, Any] = {}
+    rows: dict[str, list[list[str]]] = {pair: [] for pair in PAIRS}
+    for mark in range(len(MARKS)):
+        points = [result["marks"][mark] for result in results]
+        seen = f"{points[0]['seen']:,}"
+        measured[seen] = {key: [point[key] for point in points] for key in points[0] if key != "scatter"}
+        for pair, own in rows.items():
+            cells = (spread(measured[seen][f"{pair}_{key}"], digits) for key, (_, digits) in COLUMNS.items())
+            own.append([seen, *cells])
+    head = ["images seen", *(name for name, _ in COLUMNS.values())]
+    note = (
+        "The gradient with respect to z, Eq. 4. By case 1 of the paper the lowest tenth of the scores has p+ near 1 "
+        "and a gradient near 0; by case 2 the highest tenth has p+ near 0 and a large gradient."
+    )
+    tables = [
+        Table(f"Contrast score and gradient of {name}, CIFAR-10", head, rows[pair], note if pair == "strong" else "")
+        for pair, name in PAIRS.items()
+    ]
+    last = results[0]["marks"][-1]
+    scatter = last["scatter"]
+    series = [(name, list(zip(scatter["score"], scatter[pair], strict=True)), ".") for pair, name in PAIRS.items()]
+    draw = lines(series, "contrast score", fontsize=8, markersize=2)
+    return Findings(tables, measured, f"Norm of the gradient of each image after {last['seen']:,} images, seed 0", draw)
+
+
 def measure(directory: Path, **config: Any) -> Result:
     """Learn as in a run; at each mark measure scores and gradients of mini-batches of test images."""
     plan, stream, learner = prepare(RunOptions(**config))
-    assert stream.test is not None
-    tested = torch.from_numpy(stream.test.images(evenly_spaced(len(stream.test), N_BATCHES * plan.segment)))
+    _, test = labelled(stream)
+    tested = torch.from_numpy(test.images(evenly_spaced(len(test), N_BATCHES * plan.segment)))
     marks = []
     for share in MARKS:
         until = round(share * config["images"])
@@ -94,7 +79,7 @@ def measure(directory: Path, **config: Any) -> Result:
 
 
 def measure_scores(
-    model: "ContrastiveModel", images: Tensor, n: int, temperature: float, generator: torch.Generator
+    model: ContrastiveModel, images: Tensor, n: int, temperature: float, generator: torch.Generator
 ) -> Result:
     """Scores, gradients and matching probabilities of images, in mini-batches of `n`."""
     score = contrast_score(model, images)

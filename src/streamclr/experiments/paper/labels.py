@@ -2,20 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, signed
+from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, bars, margins, signed
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import make_encoder, open_run_stream
-from streamclr.runs.evaluation import evaluate_supervised
+from streamclr.runs.evaluation import evaluate_supervised, labelled
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FRACTIONS = ("0.01", "0.1")
 PAPER = {
@@ -28,7 +24,7 @@ PAPER = {
 PAPER_SUPERVISED = (32.11, 40.53)  # the paper does not say which of the two readings below it is
 
 
-def labels(lab: Lab) -> Findings:
+def experiment(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=500_000)
     jobs = {policy: lab.runs(policy=policy, images=images) for policy in PAPER}
     jobs["supervised"] = [
@@ -53,35 +49,22 @@ def labels(lab: Lab) -> Findings:
 
     rows = []
     for policy in list(PAPER)[1:]:
-        cells = [f"Contrast Scoring less {NAMES[policy]}"]
-        for i, fraction in enumerate(FRACTIONS):
-            margins = [a - b for a, b in zip(ours["contrast"][fraction], ours[policy][fraction], strict=True)]
-            cells += [spread(margins), signed(PAPER["contrast"][i] - PAPER[policy][i], 2)]
-        margins = [a - b for a, b in zip(ours["contrast"][ALL], ours[policy][ALL], strict=True)]
-        rows.append([*cells, spread(margins)])
+        paired = [spread(margins(ours["contrast"][f], ours[policy][f])) for f in (*FRACTIONS, ALL)]
+        paper = [signed(a - b, 2) for a, b in zip(PAPER["contrast"], PAPER[policy], strict=True)]
+        rows.append([f"Contrast Scoring less {NAMES[policy]}", paired[0], paper[0], paired[1], paper[1], paired[2]])
     margins_table = Table(
         "Margin of contrast scoring in points, seeds paired on the same stream",
         ["", "1 % labels", "1 %, paper", "10 % labels", "10 %, paper", "all labels"],
         rows,
     )
-
-    def draw(axes: "Axes") -> None:
-        for i, fraction in enumerate(FRACTIONS):
-            for j, values in enumerate(ours.values()):
-                axes.bar(j + 0.4 * i, mean(values[fraction]), 0.38, color=f"C{i}")
-                axes.plot([j + 0.4 * i] * len(values[fraction]), values[fraction], "k.", ms=3)
-        axes.set_xticks([j + 0.2 for j in range(len(ours))], list(ours), rotation=20, ha="right", fontsize=7)
-        axes.set_ylabel("%")
-
+    groups = {row: [values[fraction] for fraction in FRACTIONS] for row, values in ours.items()}
+    draw = bars(groups, rotation=20, ha="right", fontsize=7)
     return Findings([accuracies, margins_table], ours, "CIFAR-10, 1 % (left) and 10 % of the labels", draw)
 
 
 def supervised(directory: Path, **config: Any) -> Result:
     """Both readings of the supervised baseline, with the encoder and the labels of the run."""
     one = RunOptions(**config)
-    stream = open_run_stream(one)
-    assert stream.train is not None
-    assert stream.test is not None
+    train, test = labelled(open_run_stream(one))
     fractions = tuple(float(f) for f in FRACTIONS)
-    device = one.device or "cpu"
-    return dict(evaluate_supervised(lambda: make_encoder(one), stream.train, stream.test, fractions, one.seed, device))
+    return dict(evaluate_supervised(lambda: make_encoder(one), train, test, fractions, one.seed, one.device or "cpu"))
