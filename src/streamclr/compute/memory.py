@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.compute.allocator import release_freed_memory
-from streamclr.compute.chunked import backward, check_can_chunk, couples_views
+from streamclr.compute.chunked import backward, batch_norms, check_can_chunk
 from streamclr.compute.fast_scoring import can_fold
 from streamclr.encoders.inference import inference_mode
 from streamclr.encoders.projection import ContrastiveModel
@@ -99,7 +99,7 @@ def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) ->
     """Bytes of activations as a function of the chunk size, from the sizes for two views."""
     one_view = 4 * torch.Size(shape).numel()
     plain = _saved_bytes(model, shape) // 2 + 2 * one_view
-    if not couples_views(model):
+    if not batch_norms(model):
         return lambda chunk_size: (chunk_size or n_views) * plain
     kept, largest = _batch_norm_bytes(model, shape)
 
@@ -170,26 +170,21 @@ def _warm_up(
         score(model, (255 * views).byte(), "int8" if can_fold(model) else "fp32")
 
 
-class _unchanged:
-    """Restores buffers, gradients, mode and the global generator on exit."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        self.training, self.random_state = self.model.training, torch.get_rng_state()
-        self.model.train()
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, value in self.buffers:
-                buffer.copy_(value)
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-        self.model.train(self.training)
-        torch.set_rng_state(self.random_state)
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Train mode; afterwards buffers, gradients, mode and the global generator are as before."""
+    buffers, training = [(buffer, buffer.clone()) for buffer in model.buffers()], model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        model.train(training)
 
 
 def _blank(model: ContrastiveModel, n: int, shape: tuple[int, ...]) -> Tensor:

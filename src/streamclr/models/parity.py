@@ -3,9 +3,11 @@
 import itertools
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,16 +111,10 @@ def race(one: Runner, other: Runner, images: Tensor, n: int, least: float = 0.5)
     began = time.perf_counter()
     for part in itertools.islice(itertools.cycle(parts), 200):
         for run, times in zip((one, other), spent, strict=True):
-            times.append(min(_seconds(run, part) for _ in range(2)) / n)
+            times.append(min(timeit.repeat(partial(run, part), number=1, repeat=2)) / n)
         if time.perf_counter() - began > least and len(spent[0]) >= 5:
             break
     return statistics.mean(spent[0]), statistics.mean(spent[1])
-
-
-def _seconds(run: Runner, images: Tensor) -> float:
-    started = time.perf_counter()
-    run(images)
-    return time.perf_counter() - started
 
 
 @contextmanager
