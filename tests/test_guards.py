@@ -187,11 +187,24 @@ def test_memory_is_bounded(model, monkeypatch):
     assert [tuple(t.shape) for t in tensors] == [(50, guard_module.N_APPEARANCE)]
 
 
-def test_the_memory_is_a_ring():
-    memory, looks = guard_module.AppearanceRing(5), torch.arange(13.0)[:, None].expand(-1, guard_module.N_APPEARANCE)
+def test_the_oldest_appearances_are_forgotten(monkeypatch):
+    monkeypatch.setattr(guard_module, "N_STREAM", 5)
+    guarded, looks = Guarded(ContrastScoring()), torch.arange(13.0)[:, None].expand(-1, guard_module.N_APPEARANCE)
     for part in looks.split([2, 0, 4, 1, 6]):
-        memory.add(part)
-    assert sorted(memory.looks[:, 0].tolist()) == [8, 9, 10, 11, 12]
+        new = torch.zeros(len(part), dtype=torch.long)
+        guarded._quarantined(Pool(part, new.float(), age=new, arrival=new), part)
+    assert guarded._stream[:, 0].tolist() == [8, 9, 10, 11, 12]
+
+
+def test_a_state_with_a_ring_of_appearances_goes_on_with_the_oldest_first():
+    guarded, looks = Guarded(ContrastScoring()), torch.arange(5.0)[:, None].expand(-1, guard_module.N_APPEARANCE)
+    state = guarded.state_dict()
+    # As the version before wrote it: thirteen were added to a ring of five.
+    state["stream"] = {"looks": looks[[2, 3, 4, 0, 1]], "n_added": 13}
+    guarded.load_state_dict(state)
+    assert guarded._stream[:, 0].tolist() == [0, 1, 2, 3, 4]
+    guarded.load_state_dict(guarded.state_dict())
+    assert guarded._stream[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_resumed_it_goes_on_bit_by_bit(tmp_path):

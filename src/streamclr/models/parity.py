@@ -79,17 +79,14 @@ def compare(classifier: Classifier, exported: ExportedFunction, images: Tensor, 
         exact = torch.cat([classify(classifier, part) for part in images.split(64)])
         found = torch.cat([exported(part)[0] for part in images.split(64)])
         spent = {n: race(lambda part: classify(classifier, part), exported, images, n) for n in BATCHES}
+    weights = [*classifier.model.encoder.state_dict().values(), *classifier.head.state_dict().values()]
     return Parity(
         int8,
         len(images),
         float((exact - found).abs().max()),
         float((exact.argmax(1) == found.argmax(1)).double().mean()),
         n_bytes,
-        sum(
-            t.numel() * t.element_size()
-            for m in (classifier.model.encoder, classifier.head)
-            for t in m.state_dict().values()
-        ),
+        sum(tensor.nbytes for tensor in weights),
         {n: here for n, (_, here) in spent.items()},
         {n: there for n, (there, _) in spent.items()},
     )
