@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.compute.allocator import release_freed_memory
-from streamclr.compute.chunked import backward, batch_norms, check_can_chunk
+from streamclr.compute.chunked import backward, batch_norms
 from streamclr.compute.fast_scoring import can_fold
 from streamclr.encoders.inference import inference_mode
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Block, ResNet
 
 MIB = 2**20
+Loss = Callable[[Tensor, Tensor], Tensor]  # of the projections of two views
+Score = Callable[[ContrastiveModel, Tensor, str], Tensor]  # of images, in a precision
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,7 @@ def peak() -> int:
 
 
 def make_plan(
-    model: ContrastiveModel,
-    limit: int,
-    shape: tuple[int, ...],
-    n_views: int,
-    n_images: int,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    score: Callable[[ContrastiveModel, Tensor, str], Tensor],
+    model: ContrastiveModel, limit: int, shape: tuple[int, ...], n_views: int, n_images: int, loss: Loss, score: Score
 ) -> MemoryPlan:
     """The plan with the largest chunk that keeps to the limit; a limit that is too low is refused, with the lowest.
 
@@ -77,11 +73,12 @@ def make_plan(
     n_images: in the buffer and the segment.
     loss, score: for one small step, which loads the libraries before memory is measured.
     """
-    check_can_chunk(model)
     release_freed_memory()
     work = _predictor(model, shape, n_views)
-    _warm_up(model, shape, loss, score)
-    fixed = resident() + n_images * torch.Size(shape).numel() + _scratch(model)
+    _warm_up(model, _blank(model, 4, shape), loss, score)
+    # Beyond the activations the kernels need reordered weights, per thread the gradient of the largest, and some slack.
+    scratch = 4 * max(parameter.nbytes for parameter in model.parameters()) + 16 * MIB
+    fixed = resident() + n_images * torch.Size(shape).numel() + scratch
     if fixed + work(None) <= limit:
         return MemoryPlan(None, fixed + work(None))
     fitting = [size for size in range(1, n_views) if fixed + work(size) <= limit]
@@ -156,16 +153,10 @@ def _batch_norm_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[
     return max(moments), max(size.values())
 
 
-def _warm_up(
-    model: ContrastiveModel,
-    shape: tuple[int, ...],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    score: Callable[[ContrastiveModel, Tensor, str], Tensor],
-) -> None:
+def _warm_up(model: ContrastiveModel, views: Tensor, loss: Loss, score: Score) -> None:
     """One small step, undone, and a score: afterwards what libraries load on first use is resident."""
-    views = _blank(model, 4, shape)
     with _unchanged(model):
-        backward(model, lambda rows: views[rows], len(views), lambda z: loss(z[:2], z[2:]), chunk_size=2)
+        backward(model, lambda rows: views[rows], len(views), lambda z: loss(*z.chunk(2)), chunk_size=2)
     with suppress(RuntimeError):  # no int8 kernels here
         score(model, (255 * views).byte(), "int8" if can_fold(model) else "fp32")
 
@@ -189,9 +180,3 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 def _blank(model: ContrastiveModel, n: int, shape: tuple[int, ...]) -> Tensor:
     return torch.rand(n, *shape, generator=torch.Generator().manual_seed(0)).to(model.mean.device)
-
-
-def _scratch(model: nn.Module) -> int:
-    """What the kernels need in addition: reordered weights, per thread the gradient of the largest, and some slack."""
-    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 4 * largest + 16 * MIB

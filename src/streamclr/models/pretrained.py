@@ -111,9 +111,7 @@ def from_pretrained(path: str | Path) -> Pretrained:
     if sha256_of(file) != config["sha256"]:
         raise UserError(f"{file} is damaged, or not the one that {file.parent}/config.json is for: its SHA-256 differs")
     model.to_empty(device="cpu")
-    linear = {f"linear.{name}": tensors[f"fc.{name}"] for name in fc.state_dict()}
-    scale = {"mean": torch.zeros(model.n_features), "std": torch.ones(model.n_features)}
-    head = Head.from_state(linear | scale, str(file))
+    head = Head(fc.in_features, fc.out_features)
     with torch.no_grad():
         for name, tensor in _named(model, head.linear).items():
             tensor.copy_(tensors[name])
