@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from streamclr import UserError, resnet18
 from streamclr.base.files import json_line, write_json
 from streamclr.base.tensors import DTYPES, load_checked, load_metadata, load_tensors, load_weights, save_tensors
-from streamclr.encoders.projection import ContrastiveModel
-from streamclr.encoders.weights import load_encoder
+from streamclr.encoders.projection import ContrastiveModel, load_encoder
 from streamclr.records.checkpoints import Checkpoints, Pace
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.buffer import Pool, checked_keep
-from streamclr.policy import Policy
+from streamclr.policy import Policy, load_policy_state, policy_state
 
 # From the mildest to the worst: if too few images are left, hidden ones come back in this order.
 GUARDS = ("stay", "duplicates", "quarantine", "smear", "noise", "blank")
@@ -53,8 +53,7 @@ class Guarded:
         self.hidden: dict[int, str] = {}  # arrival number: the guard that hid it in the last step
         self.seconds = dict.fromkeys(self.guards, 0.0)  # spent in each guard, in this process
         self._entered: dict[int, float] = {}  # arrival number: first score; inf once it is a suspect
-        self._suspects = AppearanceRing(N_SUSPECTS)
-        self._stream = AppearanceRing(N_STREAM)
+        self._suspects = self._stream = torch.empty(0, N_APPEARANCE)  # appearances, the oldest first
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         guard, looks = self._hide(pool, size)
@@ -102,12 +101,13 @@ class Guarded:
 
     def _quarantined(self, pool: Pool, looks: Tensor) -> Tensor:
         """Which images look like suspects and unlike the stream, by their nearest neighbours among both."""
-        self._stream.add(looks[((pool.age == 0) & (pool.arrival % STREAM_EVERY == 0)).cpu()])
+        new = looks[((pool.age == 0) & (pool.arrival % STREAM_EVERY == 0)).cpu()]
+        self._stream = torch.cat([self._stream, new])[-N_STREAM:]
         n_suspects, n_stream = len(self._suspects), len(self._stream)
         if min(n_suspects, n_stream) < N_NEAREST:
             return torch.zeros_like(pool.age, dtype=torch.bool)
-        known = torch.cat([self._suspects.looks, self._stream.looks])
-        scale = self._stream.looks.std(0).clamp_(min=1e-6)
+        known = torch.cat([self._suspects, self._stream])
+        scale = self._stream.std(0).clamp_(min=1e-6)
         nearest = torch.cdist(looks / scale, known / scale).topk(N_NEAREST, largest=False).indices
         n_near = (nearest < n_suspects).sum(1)
         return (n_near / n_suspects > self.over * (N_NEAREST - n_near) / n_stream).to(pool.age.device)
@@ -121,25 +121,26 @@ class Guarded:
             if steps >= self.patience and s > self._entered[n]:
                 suspects.append(row)
                 self._entered[n] = math.inf
-        self._suspects.add(looks[keep.cpu()][suspects])
+        self._suspects = torch.cat([self._suspects, looks[keep.cpu()][suspects]])[-N_SUSPECTS:]
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "policy": self.policy.state_dict() if hasattr(self.policy, "state_dict") else {},
+            "policy": policy_state(self.policy),
             "kept_out": dict(self.kept_out),
             "arrival": torch.tensor(list(self._entered), dtype=torch.long),
             "entered": torch.tensor(list(self._entered.values()), dtype=torch.float64),
-            "suspects": self._suspects.state_dict(),
-            "stream": self._stream.state_dict(),
+            "suspects": {"looks": self._suspects, "n_added": len(self._suspects)},
+            "stream": {"looks": self._stream, "n_added": len(self._stream)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if hasattr(self.policy, "load_state_dict"):
-            self.policy.load_state_dict(state["policy"])
+        load_policy_state(self.policy, state["policy"])
         self.kept_out = Counter(state["kept_out"])
         self._entered = dict(zip(state["arrival"].tolist(), state["entered"].tolist(), strict=True))
-        self._suspects.load_state_dict(state["suspects"])
-        self._stream.load_state_dict(state["stream"])
+        # A state of an older version has a ring, which begins at its row n_added.
+        self._suspects, self._stream = (
+            ring["looks"].roll(-ring["n_added"], 0) for ring in (state["suspects"], state["stream"])
+        )
 
 
 N_NEAREST = 64  # neighbours that decide about an image
@@ -157,31 +158,6 @@ def parse_guards(guards: str) -> tuple[str, ...]:
         if name not in GUARDS:
             raise UserError(f"no guard {name!r}: {one_of(name, ('on', *GUARDS))}")
     return tuple(name for name in GUARDS if name in names)
-
-
-class AppearanceRing:
-    """The appearances of the last `size` images."""
-
-    def __init__(self, size: int):
-        self.size, self.n_added = size, 0
-        self.looks = torch.empty(0, N_APPEARANCE)
-
-    def __len__(self) -> int:
-        return len(self.looks)
-
-    def add(self, looks: Tensor) -> None:
-        looks = looks[-self.size :].to(self.looks)
-        n_room = min(len(looks), self.size - len(self.looks))
-        self.looks = torch.cat([self.looks, looks[:n_room]])
-        places = (self.n_added + torch.arange(len(looks)))[n_room:] % self.size
-        self.looks[places] = looks[n_room:]
-        self.n_added += len(looks)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"looks": self.looks.clone(), "n_added": self.n_added}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.looks, self.n_added = state["looks"].clone(), state["n_added"]
 
 
 def duplicates(images: Tensor, tolerance: float) -> Tensor:

@@ -25,7 +25,7 @@ from streamclr.encoders.inference import checked_images, seeded
 from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
 from streamclr.loss import nt_xent
-from streamclr.policy import ContrastScoring, Policy, check_resumable, policy_name
+from streamclr.policy import ContrastScoring, Policy, check_resumable, load_policy_state, policy_name, policy_state
 from streamclr.score import contrast_score
 from streamclr.views import StrongViews, ViewPairs
 
@@ -136,7 +136,8 @@ class Learner:
     def learn_many(self, images: Tensor | np.ndarray) -> Step:
         """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, any n."""
         images = checked_images(images, "the segment")
-        self._plan_memory(images.shape)
+        if self.memory is not None:
+            self.fit(images.shape)
         n_before, started = len(self.buffer), perf_counter()
         pool = self.buffer.pool(images)  # B ∪ I
         with self._undone_if_not_finite(), self._own_random_state():
@@ -207,7 +208,7 @@ class Learner:
     def _undone_if_not_finite(self) -> Iterator[None]:
         """A step with a number that is not finite changes nothing; of several updates those before it stay."""
         statistics = [buffer.clone() for buffer in self.model.buffers()]
-        policy, generator = self._policy_state(), self.generator.get_state()
+        policy, generator = policy_state(self.policy), self.generator.get_state()
         try:
             yield
         except UserError as error:
@@ -216,7 +217,7 @@ class Learner:
             for buffer, value in zip(self.model.buffers(), statistics, strict=True):
                 buffer.copy_(value)
             self.buffer.undo()
-            self._load_policy_state(policy)
+            load_policy_state(self.policy, policy)
             self.generator.set_state(generator)
             raise NotFinite(str(error)) from None
 
@@ -250,10 +251,6 @@ class Learner:
             # A scored image is two views, and a chunk of the update is what fits.
             self.model.max_chunk = max(1, (self.plan.chunk_size or 2 * self.batch_size) // 2)
         return self.plan
-
-    def _plan_memory(self, shape: Sequence[int]) -> None:
-        if self.memory is not None:
-            self.fit(shape)
 
     def join(self, ranks: OneProcess) -> None:
         """Share the encoder with the learners of the other ranks, each of which calls this before its first step.
@@ -292,7 +289,7 @@ class Learner:
             "model": {name: tensor.clone() for name, tensor in model.items()} if copy else model,
             "optimizer": self.optimizer.state_dict(copy),
             "buffer": self.buffer.state_dict(copy),
-            "policy": self._policy_state(),
+            "policy": policy_state(self.policy),
             "policy_name": policy_name(self.policy),
             "generator": self.generator.get_state(),
             "random_state": self._random_state,
@@ -311,37 +308,29 @@ class Learner:
         except (RuntimeError, TypeError) as error:
             raise UserError(f"the saved generator does not fit: {error}: use the device it was saved on") from None
         self.optimizer.check_state_dict(state["optimizer"])
-        own_policy = deepcopy(self._policy_state())
-        self._load_saved_policy(state["policy"], state.get("policy_name"))
+        own_policy = deepcopy(policy_state(self.policy))
         try:
+            self._load_saved_policy(state["policy"], state.get("policy_name"))
             load_weights(self.model, state["model"], "the saved state")
         except UserError:
-            self._load_policy_state(own_policy)
+            load_policy_state(self.policy, own_policy)
             raise
         self.optimizer.load_state_dict(state["optimizer"])
         self.buffer, self.generator, self._random_state = buffer, generator, random_state
         self.n_steps = state["n_steps"]
 
     def _load_saved_policy(self, state: dict[str, Any], name: str | None) -> None:
-        """All or nothing, as the rest; `name` is None in a state of an older version."""
-        own_name, own = policy_name(self.policy), deepcopy(self._policy_state())
+        """name: None in a state of an older version."""
+        own_name, own_keys = policy_name(self.policy), ", ".join(policy_state(self.policy))
         saved = name or f"with the state ({', '.join(state)})"
         told = f"the saved state is of the policy {saved}, this learner has {own_name}"
+        what_to_do = "give the learner the policy that was saved"
         if name not in (None, own_name) or (state and not hasattr(self.policy, "load_state_dict")):
-            raise UserError(f"{told}: give the learner the policy that was saved")
+            raise UserError(f"{told}: {what_to_do}")
         try:
-            self._load_policy_state(state)
+            load_policy_state(self.policy, state)
         except Exception as error:  # noqa: BLE001 (any class may be a policy)
-            self._load_policy_state(own)
-            how = f"{told} with ({', '.join(own)}), {error!r}"
-            raise UserError(f"{how}: give the learner the policy that was saved") from None
-
-    def _policy_state(self) -> dict[str, Any]:
-        return self.policy.state_dict() if hasattr(self.policy, "state_dict") else {}
-
-    def _load_policy_state(self, state: dict[str, Any]) -> None:
-        if hasattr(self.policy, "load_state_dict"):
-            self.policy.load_state_dict(state)
+            raise UserError(f"{told} with ({own_keys}), {error!r}: {what_to_do}") from None
 
 
 STATE_KEYS = ("n_steps", "model", "optimizer", "buffer", "policy", "generator")  # in states of every version

@@ -182,6 +182,15 @@ POLICIES: dict[str, type] = {
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def policy_state(policy: Policy) -> dict[str, Any]:
+    return policy.state_dict() if hasattr(policy, "state_dict") else {}
+
+
+def load_policy_state(policy: Policy, state: dict[str, Any]) -> None:
+    if hasattr(policy, "load_state_dict"):
+        policy.load_state_dict(state)
+
+
 def policy_name(policy: Policy) -> str:
     """The class of a policy, with that of the policy inside it: `Guarded(ContrastScoring)`."""
     inner = [policy_name(value) for value in getattr(policy, "__dict__", {}).values() if hasattr(value, "keep")]

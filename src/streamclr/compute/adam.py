@@ -9,6 +9,8 @@ from torch.optim.adam import adam
 
 from streamclr.base.errors import UserError
 
+DEFAULTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
+
 
 class Adam:
     """Adam (Kingma and Ba 2015) with L2 weight decay, fused, so that a step allocates nothing."""
@@ -38,22 +40,9 @@ class Adam:
         state = zip(self.parameters, self.means, self.squares, self.n_steps, strict=True)
         used = [columns for columns in state if columns[0].grad is not None]  # some may not be in the graph
         parameters, means, squares, n_steps = (list(column) for column in zip(*used, strict=True))
-        adam(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            means,
-            squares,
-            [],
-            n_steps,
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            eps=1e-8,
-            maximize=False,
-        )
+        gradients = [parameter.grad for parameter in parameters]
+        settings = DEFAULTS | {"lr": self.lr, "weight_decay": self.weight_decay}
+        adam(parameters, gradients, means, squares, [], n_steps, fused=True, **settings)
 
     def state_dict(self, copy: bool = True) -> dict[str, Any]:
         return {name: [t.clone() if copy else t for t in column] for name, column in self._columns.items()}

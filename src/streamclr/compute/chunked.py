@@ -10,7 +10,7 @@ NT-Xent contrasts every view with every other, so a batch cannot simply be split
   for all views. Time: one more forward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +31,17 @@ def backward(model: nn.Module, views: Views, n: int, loss: Loss, chunk_size: int
         value.backward()
         return value.item()
     rows = [slice(i, min(i + chunk_size, n)) for i in range(0, n, chunk_size)]
-    if couples_views(model):
+    if batch_norms(model):
         return BatchNormPass(model, views, rows).backward(loss)
     return cached_backward(model, views, rows, loss)
 
 
-def couples_views(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def check_can_chunk(model: ContrastiveModel) -> None:
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = batch_norms(model)
     if norms and not (type(model.encoder) is ResNet and all(type(norm) is nn.BatchNorm2d for norm in norms)):
         raise UserError(
             "memory is given, and the encoder has BatchNorm but is no streamclr ResNet: only these can compute its "
@@ -50,26 +50,20 @@ def check_can_chunk(model: ContrastiveModel) -> None:
 
 
 def cached_backward(model: nn.Module, views: Views, rows: list[slice], loss: Loss) -> float:
-    random_states = []  # both passes must drop the same (dropout)
+    random_states, parts = [], []
     with torch.no_grad():
-        parts = []
         for chunk in rows:
-            random_states.append(torch.get_rng_state())
+            random_states.append(torch.get_rng_state())  # both passes must drop the same (dropout)
             parts.append(model(views(chunk)))
     after = torch.get_rng_state()
-    value, gradient = _loss_and_gradient(torch.cat(parts), loss)
+    z = torch.cat(parts).requires_grad_()
+    value = loss(z)
+    (gradient,) = torch.autograd.grad(value, z)
     for chunk, state in zip(rows, random_states, strict=True):
         torch.set_rng_state(state)
         model(views(chunk)).backward(gradient[chunk])
     torch.set_rng_state(after)
-    return value
-
-
-def _loss_and_gradient(z: Tensor, loss: Loss) -> tuple[float, Tensor]:
-    z.requires_grad_()
-    value = loss(z)
-    (gradient,) = torch.autograd.grad(value, z)
-    return value.item(), gradient
+    return value.item()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -86,24 +80,18 @@ class Statistics:
         self.n = 0  # values per channel; 0 until the statistics are known
         self.d_weight, self.d_bias = torch.zeros_like(norm.weight), torch.zeros_like(norm.bias)
 
-    def gather(self, moments: list["Moments"]) -> None:
-        """Mean and variance of all chunks together (Chan et al. 1979); updates the running ones as BatchNorm does."""
-        counts = [n for n, _, _ in moments]
+    def gather(self, chunks: Iterable[Tensor]) -> None:
+        """Mean and variance of all chunks together (Chan et al. 1979), unless they are known."""
+        if self.n:
+            return
+        counts, *moments = zip(*map(_moments, chunks), strict=True)  # `map` holds one chunk at a time
+        variances, means = (torch.stack(column).double() for column in moments)
         self.n = sum(counts)
-        variances = torch.stack([variance for _, variance, _ in moments]).double()
-        means = torch.stack([mean for _, _, mean in moments]).double()
         shares = means.new_tensor(counts)[:, None] / self.n
         mean = (shares * means).sum(0)
         variance = (shares * (variances + (means - mean).square())).sum(0)
         self.mean, self.variance = mean.to(self.norm.weight), variance.to(self.norm.weight)
-        norm = self.norm
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        assert norm.num_batches_tracked is not None
-        norm.num_batches_tracked += 1
-        momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-        norm.running_mean.lerp_(self.mean, momentum)
-        norm.running_var.lerp_(self.variance * (self.n / max(1, self.n - 1)), momentum)
+        update_running(self.norm, self.mean, self.variance, self.n)
 
     def normalise(self, c: Tensor) -> Tensor:
         norm = self.norm
@@ -127,11 +115,21 @@ class Statistics:
         return torch.addcmul(offset, dy, gain).addcmul_(c, slope)
 
 
-Moments = tuple[int, Tensor, Tensor]  # number of values, variance and mean per channel
-
-
-def _moments(c: Tensor) -> Moments:
+def _moments(c: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Number of values, variance and mean per channel."""
     return c.numel() // c.shape[1], *torch.var_mean(c, (0, 2, 3), correction=0)
+
+
+@torch.no_grad()
+def update_running(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, n: int) -> None:
+    """Update the running statistics as BatchNorm does, from those of a batch with n values per channel."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked += 1
+    momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean, momentum)
+    norm.running_var.lerp_(variance * (n / max(1, n - 1)), momentum)
 
 
 Chunks = list[Tensor]  # of one activation; each is freed after its last use
@@ -149,7 +147,9 @@ class BatchNormPass:
         assert isinstance(model, ContrastiveModel)
         assert isinstance(model.encoder, ResNet)
         self.model, self.encoder, self.views, self.rows = model, model.encoder, views, rows
-        self.statistics = {m: Statistics(m) for m in model.encoder.modules() if isinstance(m, nn.BatchNorm2d)}
+        self.statistics: dict[nn.Module, Statistics] = {
+            module: Statistics(module) for module in model.encoder.modules() if isinstance(module, nn.BatchNorm2d)
+        }
 
     def backward(self, loss: Loss) -> float:
         inputs: dict[Block, Chunks] = {}
@@ -173,9 +173,9 @@ class BatchNormPass:
                 x = inputs.pop(block) if block in inputs else self._input(block)
                 d = self._block_backward(block, x, d)
             self._stem_backward(d)
-            for norm, statistics in self.statistics.items():
-                _add_gradient(norm.weight, statistics.d_weight)
-                _add_gradient(norm.bias, statistics.d_bias)
+            for statistics in self.statistics.values():
+                _add_gradient(statistics.norm.weight, statistics.d_weight)
+                _add_gradient(statistics.norm.bias, statistics.d_bias)
         return value.item()
 
     def _stem_convolution(self, rows: slice) -> tuple[Tensor, Tensor]:
@@ -183,15 +183,14 @@ class BatchNormPass:
         return x, self.encoder.conv1(x)
 
     def _stem(self) -> Chunks:
-        statistics = self._of(self.encoder.bn1)
-        if not statistics.n:
-            statistics.gather([_moments(self._stem_convolution(rows)[1]) for rows in self.rows])
+        statistics = self.statistics[self.encoder.bn1]
+        statistics.gather(self._stem_convolution(rows)[1] for rows in self.rows)
         return [
             self.encoder.maxpool(F.relu_(statistics.normalise(self._stem_convolution(rows)[1]))) for rows in self.rows
         ]
 
     def _stem_backward(self, d: Chunks) -> None:
-        statistics = self._of(self.encoder.bn1)
+        statistics = self.statistics[self.encoder.bn1]
 
         def recompute(rows: slice, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             x, c = self._stem_convolution(rows)
@@ -218,19 +217,18 @@ class BatchNormPass:
 
     def _block(self, block: Block, x: Chunks) -> Chunks:
         path, shortcut = self._convolutions(block, x, keep=False)
-        norm = block.path[-1][1]
-        last = []
+        statistics, last = self.statistics[block.path[-1][1]], []
         for j in range(len(x)):
             last.append(self._last(block, path[-1][j]))
             path[-1][j] = FREED
-        self._gather(norm, last)
+        statistics.gather(last)
         for j, c in enumerate(last):
-            last[j] = F.relu_(self._of(norm).normalise(c).add_(self._residual(block, x, shortcut, j)))
+            last[j] = F.relu_(statistics.normalise(c).add_(self._residual(block, x, shortcut, j)))
         return last
 
     def _last(self, block: Block, before: Tensor) -> Tensor:
         """The output of the path's last convolution, from that of the one before."""
-        return block.path[-1][0](F.relu_(self._of(block.path[-2][1]).normalise(before)))
+        return block.path[-1][0](F.relu_(self.statistics[block.path[-2][1]].normalise(before)))
 
     def _convolutions(self, block: Block, x: Chunks, keep: bool) -> tuple[list[Chunks], Chunks]:
         """The outputs of the path's convolutions except the last, and of the shortcut's."""
@@ -238,23 +236,23 @@ class BatchNormPass:
         for i, (conv, norm) in enumerate(block.path[:-1]):
             out = []
             for j in range(len(x)):
-                y = F.relu_(self._of(block.path[i - 1][1]).normalise(path[-1][j])) if i else x[j]
+                y = F.relu_(self.statistics[block.path[i - 1][1]].normalise(path[-1][j])) if i else x[j]
                 out.append(conv(y))
                 if i and not keep:
                     path[-1][j] = FREED
             path.append(out)
-            self._gather(norm, out)
+            self.statistics[norm].gather(out)
         shortcut = [block.shortcut[0](chunk) for chunk in x] if block.shortcut else []
         if block.shortcut:
-            self._gather(block.shortcut[1], shortcut)
+            self.statistics[block.shortcut[1]].gather(shortcut)
         return path, shortcut
 
     def _residual(self, block: Block, x: Chunks, shortcut: Chunks, j: int) -> Tensor:
-        return self._of(block.shortcut[1]).normalise(shortcut[j]) if block.shortcut else x[j]
+        return self.statistics[block.shortcut[1]].normalise(shortcut[j]) if block.shortcut else x[j]
 
     def _block_backward(self, block: Block, x: Chunks, d_out: Chunks) -> Chunks:
         path, shortcut = self._convolutions(block, x, keep=True)
-        statistics = [self._of(norm) for _, norm in block.path]
+        statistics = [self.statistics[norm] for _, norm in block.path]
         if keep := block not in self.encoder.layer1:
             path.append([self._last(block, path[-1][j]) for j in range(len(x))])
         for j, d in enumerate(d_out):  # through the last relu
@@ -262,7 +260,7 @@ class BatchNormPass:
             d *= statistics[-1].normalise(c).add_(self._residual(block, x, shortcut, j)) > 0
             statistics[-1].add_sums(d, c)
             if block.shortcut:
-                self._of(block.shortcut[1]).add_sums(d, shortcut[j])
+                self.statistics[block.shortcut[1]].add_sums(d, shortcut[j])
         dy = list(d_out)
         for i in reversed(range(len(block.path))):
             conv = block.path[i][0]
@@ -281,43 +279,31 @@ class BatchNormPass:
                     statistics[i - 1].add_sums(dy[j], path[i - 1][j])
                     if i == 1 and not keep:
                         path[0][j] = FREED
-                elif block.shortcut:
-                    dc = self._of(block.shortcut[1]).backward(d_out[j], shortcut[j])
+                    continue
+                if block.shortcut:
+                    dc = self.statistics[block.shortcut[1]].backward(d_out[j], shortcut[j])
                     dy[j] += _convolution_backward(block.shortcut[0], x[j], dc)
+                    shortcut[j] = FREED
                 else:
                     dy[j] += d_out[j]
-                if not i:
-                    d_out[j] = x[j] = FREED
-                    if block.shortcut:
-                        shortcut[j] = FREED
+                d_out[j] = x[j] = FREED
         return dy
-
-    def _of(self, norm: nn.Module) -> Statistics:
-        assert isinstance(norm, nn.BatchNorm2d)
-        return self.statistics[norm]
-
-    def _gather(self, norm: nn.Module, c: Chunks) -> None:
-        if not self._of(norm).n:
-            self._of(norm).gather([_moments(chunk) for chunk in c])
 
 
 def _convolution_backward(conv: nn.Conv2d, x: Tensor, dy: Tensor, input_too: bool = True) -> Tensor:
     """Returns the gradient of the input, and adds that of the weight to `weight.grad`."""
-    if isinstance(conv, PointwiseConv) and conv.stride != (1, 1):
-        pixels = (..., slice(None, None, conv.stride[0]), slice(None, None, conv.stride[1]))
-        dx = torch.zeros_like(x)
-        dx[pixels], d_weight = _aten_backward(conv, x[pixels], dy, [1, 1], True)
-    else:
-        dx, d_weight = _aten_backward(conv, x, dy, list(conv.stride), input_too)
-    _add_gradient(conv.weight, d_weight)
-    return dx
-
-
-def _aten_backward(conv: nn.Conv2d, x: Tensor, dy: Tensor, stride: list[int], input_too: bool) -> tuple[Tensor, Tensor]:
+    used, stride = x, list(conv.stride)
+    if drops_pixels := isinstance(conv, PointwiseConv) and conv.stride != (1, 1):
+        used, stride = x[..., :: stride[0], :: stride[1]], [1, 1]
     dx, d_weight, _ = torch.ops.aten.convolution_backward(
-        dy, x, conv.weight, None, stride, conv.padding, [1, 1], False, [0, 0], 1, [input_too, True, False]
+        dy, used, conv.weight, None, stride, conv.padding, [1, 1], False, [0, 0], 1, [input_too, True, False]
     )
-    return dx, d_weight
+    _add_gradient(conv.weight, d_weight)
+    if drops_pixels:
+        whole = torch.zeros_like(x)
+        whole[..., :: conv.stride[0], :: conv.stride[1]] = dx
+        return whole
+    return dx
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

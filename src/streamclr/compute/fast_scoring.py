@@ -5,8 +5,10 @@ far less than it saves: it is never out of date and not part of any state.
 """
 
 import json
-import time
+import timeit
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.machine import cpu_name
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.encoders.resnet import Block, ResNet
+from streamclr.encoders.resnet import ResNet
 
 PRECISIONS = ("fp32", "folded", "int8", "half")
 Projection = Callable[[Tensor], Tensor]  # images in [0, 1] to unit vectors
@@ -70,29 +72,24 @@ class FoldedConv:
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
 
 
-class FoldedBlock:
-    def __init__(self, block: Block, dtype: torch.dtype):
-        self.path = [FoldedConv(conv, norm, dtype) for conv, norm in block.path]
-        self.shortcut = FoldedConv(*block.shortcut, dtype) if block.shortcut else None
-
-
 class FoldedResNet:
     """Standardised images to features."""
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype = torch.float32):
-        self.stem = FoldedConv(encoder.conv1, encoder.bn1, dtype)
-        self.maxpool = encoder.maxpool
-        self.blocks = [FoldedBlock(block, dtype) for block in encoder.blocks]
-        self.dtype = dtype
+        self.stem, self.maxpool, self.dtype = FoldedConv(encoder.conv1, encoder.bn1, dtype), encoder.maxpool, dtype
+        self.blocks: list[tuple[list[FoldedConv], FoldedConv | None]] = []
+        for block in encoder.blocks:
+            path = [FoldedConv(conv, norm, dtype) for conv, norm in block.path]
+            self.blocks.append((path, FoldedConv(*block.shortcut, dtype) if block.shortcut else None))
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype, memory_format=torch.channels_last)
         x = self.maxpool(F.relu_(self.stem(x)))
-        for block in self.blocks:
+        for path, shortcut in self.blocks:
             y = x
-            for i, conv in enumerate(block.path):
+            for i, conv in enumerate(path):
                 y = conv(F.relu_(y) if i else y)
-            x = F.relu_(y.add_(block.shortcut(x) if block.shortcut else x))
+            x = F.relu_(y.add_(shortcut(x) if shortcut else x))
         return x.float().mean((2, 3))
 
 
@@ -108,12 +105,11 @@ class Int8Conv:
 
     def __init__(self, conv: FoldedConv, scale: float, zero: int = 0):
         self.conv, self.scale, self.zero = conv, scale, zero
-        self.weight_scale = _weight_scale(conv.weight)
-        weight = (conv.weight / self.weight_scale.view(-1, 1, 1, 1)).round_().to(torch.int8)
-        self.weight_zero = torch.zeros(len(weight), dtype=torch.int32)
-        self.packed = torch.ops.onednn.qconv_prepack(
-            weight, self.weight_scale, scale, zero, conv.stride, conv.padding, [1, 1], 1, None
-        )
+        weight_scale = _weight_scale(conv.weight)
+        weight = (conv.weight / weight_scale.view(-1, 1, 1, 1)).round_().to(torch.int8)
+        self.geometry = (conv.stride, conv.padding, [1, 1], 1)
+        packed = torch.ops.onednn.qconv_prepack(weight, weight_scale, scale, zero, *self.geometry, None)
+        self.weight = (zero, packed, weight_scale, torch.zeros(len(weight), dtype=torch.int32))
         self.out_scale, self.out_zero = 1.0, 0  # of its output, set by set_range
 
     def set_range(self, out: Tensor, summed: bool = False) -> None:
@@ -127,7 +123,7 @@ class Int8Conv:
 
     def __call__(self, x: Tensor, relu: bool = True) -> Tensor:
         return torch.ops.onednn.qconv2d_pointwise(
-            x, self.scale, *self._weight(), self.conv.bias, *self._geometry(), self.out_scale, self.out_zero,
+            x, self.scale, *self.weight, self.conv.bias, *self.geometry, self.out_scale, self.out_zero,
             torch.uint8, "relu" if relu else "none", [], "",
         )  # fmt: skip
 
@@ -138,15 +134,9 @@ class Int8Conv:
         encoder. So everything is divided by that scale, which makes it 1, and only two zero points occur.
         """
         return torch.ops.onednn.qconv2d_pointwise.binary(
-            x, self.scale / scale, *self._weight(), other, self.conv.bias / scale, *self._geometry(),
+            x, self.scale / scale, *self.weight, other, self.conv.bias / scale, *self.geometry,
             self.out_scale / scale, self.out_zero, torch.uint8, 1.0, zero, "sum", 1.0, "relu", [], "",
         )  # fmt: skip
-
-    def _weight(self) -> tuple:
-        return self.zero, self.packed, self.weight_scale, self.weight_zero
-
-    def _geometry(self) -> tuple:
-        return self.conv.stride, self.conv.padding, [1, 1], 1
 
 
 class Int8ResNet:
@@ -164,16 +154,16 @@ class Int8ResNet:
         x = self.maxpool(x)
         self.blocks: list[tuple[list[Int8Conv], Int8Conv | None]] = []
         before = self.stem
-        for block in folded.blocks:
-            y, path, last = x, [], before
-            for conv in block.path:
+        for convolutions, folded_shortcut in folded.blocks:
+            y, path, last, shortcut = x, [], before, None
+            for conv in convolutions:
                 path.append(Int8Conv(conv, last.out_scale, last.out_zero))
                 last, y = path[-1], conv(y)
-                if conv is not block.path[-1]:
+                if conv is not convolutions[-1]:
                     last.set_range(F.relu_(y))
-            shortcut = Int8Conv(block.shortcut, before.out_scale, before.out_zero) if block.shortcut else None
-            if shortcut:
-                x = shortcut.conv(x)
+            if folded_shortcut:
+                x = folded_shortcut(x)
+                shortcut = Int8Conv(folded_shortcut, before.out_scale, before.out_zero)
                 shortcut.set_range(x, summed=True)
             x = F.relu_(y.add_(x))
             last.set_range(x, summed=True)
@@ -189,11 +179,10 @@ class Int8ResNet:
             y = x
             for conv in path[:-1]:
                 y = conv(y)
-            same = before
             if shortcut:
-                x, same = shortcut(x, relu=False), shortcut
+                x, before = shortcut(x, relu=False), shortcut
+            x = path[-1].add_(y, x, before.out_scale, before.out_zero)
             before = path[-1]
-            x = before.add_(y, x, same.out_scale, same.out_zero)
         return x.float().mean((2, 3)).mul_(before.out_scale)
 
 
@@ -247,11 +236,9 @@ def fastest(model: nn.Module, images: Tensor) -> str:
     known = _read(file)
     if key not in known:
         known[key] = _measured(model, images[:32])
-        try:
+        with suppress(OSError):  # without a cache it is measured again next time
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, _read(file) | known)
-        except OSError:
-            pass  # no cache: measured again next time
     return known[key]
 
 
@@ -260,15 +247,11 @@ def _measured(model: ContrastiveModel, images: Tensor) -> str:
     for precision in ("fp32", "folded", "int8"):
         try:
             project = projection(model, images, precision)
-            times = []
-            for _ in range(3):  # the first warms up
-                started = time.perf_counter()
-                project(images / 255)
-                times.append(time.perf_counter() - started)
+            seconds = min(timeit.repeat(partial(project, images / 255), number=1, repeat=3))  # the first warms up
         except RuntimeError:  # this build of torch or this CPU has no such kernels
             continue
-        if precision == "fp32" or min(times) * MIN_SPEEDUP < least:
-            best, least = precision, min(times)
+        if precision == "fp32" or seconds * MIN_SPEEDUP < least:
+            best, least = precision, seconds
     return best
 
 

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.compute.allocator import release_freed_memory
-from streamclr.compute.chunked import backward, check_can_chunk, couples_views
+from streamclr.compute.chunked import backward, batch_norms
 from streamclr.compute.fast_scoring import can_fold
 from streamclr.encoders.inference import inference_mode
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import Block, ResNet
 
 MIB = 2**20
+Loss = Callable[[Tensor, Tensor], Tensor]  # of the projections of two views
+Score = Callable[[ContrastiveModel, Tensor, str], Tensor]  # of images, in a precision
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,7 @@ def peak() -> int:
 
 
 def make_plan(
-    model: ContrastiveModel,
-    limit: int,
-    shape: tuple[int, ...],
-    n_views: int,
-    n_images: int,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    score: Callable[[ContrastiveModel, Tensor, str], Tensor],
+    model: ContrastiveModel, limit: int, shape: tuple[int, ...], n_views: int, n_images: int, loss: Loss, score: Score
 ) -> MemoryPlan:
     """The plan with the largest chunk that keeps to the limit; a limit that is too low is refused, with the lowest.
 
@@ -77,11 +73,12 @@ def make_plan(
     n_images: in the buffer and the segment.
     loss, score: for one small step, which loads the libraries before memory is measured.
     """
-    check_can_chunk(model)
     release_freed_memory()
     work = _predictor(model, shape, n_views)
-    _warm_up(model, shape, loss, score)
-    fixed = resident() + n_images * torch.Size(shape).numel() + _scratch(model)
+    _warm_up(model, _blank(model, 4, shape), loss, score)
+    # Beyond the activations the kernels need reordered weights, per thread the gradient of the largest, and some slack.
+    scratch = 4 * max(parameter.nbytes for parameter in model.parameters()) + 16 * MIB
+    fixed = resident() + n_images * torch.Size(shape).numel() + scratch
     if fixed + work(None) <= limit:
         return MemoryPlan(None, fixed + work(None))
     fitting = [size for size in range(1, n_views) if fixed + work(size) <= limit]
@@ -99,7 +96,7 @@ def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) ->
     """Bytes of activations as a function of the chunk size, from the sizes for two views."""
     one_view = 4 * torch.Size(shape).numel()
     plain = _saved_bytes(model, shape) // 2 + 2 * one_view
-    if not couples_views(model):
+    if not batch_norms(model):
         return lambda chunk_size: (chunk_size or n_views) * plain
     kept, largest = _batch_norm_bytes(model, shape)
 
@@ -156,47 +153,30 @@ def _batch_norm_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[
     return max(moments), max(size.values())
 
 
-def _warm_up(
-    model: ContrastiveModel,
-    shape: tuple[int, ...],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    score: Callable[[ContrastiveModel, Tensor, str], Tensor],
-) -> None:
+def _warm_up(model: ContrastiveModel, views: Tensor, loss: Loss, score: Score) -> None:
     """One small step, undone, and a score: afterwards what libraries load on first use is resident."""
-    views = _blank(model, 4, shape)
     with _unchanged(model):
-        backward(model, lambda rows: views[rows], len(views), lambda z: loss(z[:2], z[2:]), chunk_size=2)
+        backward(model, lambda rows: views[rows], len(views), lambda z: loss(*z.chunk(2)), chunk_size=2)
     with suppress(RuntimeError):  # no int8 kernels here
         score(model, (255 * views).byte(), "int8" if can_fold(model) else "fp32")
 
 
-class _unchanged:
-    """Restores buffers, gradients, mode and the global generator on exit."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        self.training, self.random_state = self.model.training, torch.get_rng_state()
-        self.model.train()
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, value in self.buffers:
-                buffer.copy_(value)
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-        self.model.train(self.training)
-        torch.set_rng_state(self.random_state)
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Train mode; afterwards buffers, gradients, mode and the global generator are as before."""
+    buffers, training = [(buffer, buffer.clone()) for buffer in model.buffers()], model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        model.train(training)
 
 
 def _blank(model: ContrastiveModel, n: int, shape: tuple[int, ...]) -> Tensor:
     return torch.rand(n, *shape, generator=torch.Generator().manual_seed(0)).to(model.mean.device)
-
-
-def _scratch(model: nn.Module) -> int:
-    """What the kernels need in addition: reordered weights, per thread the gradient of the largest, and some slack."""
-    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 4 * largest + 16 * MIB

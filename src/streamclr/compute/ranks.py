@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
+from streamclr.compute.chunked import update_running
 
 TIMEOUT = timedelta(minutes=10)  # to wait for the slowest rank; a dead rank is noticed at once
 
@@ -197,19 +198,11 @@ class SharedBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
         moments = torch.stack(torch.var_mean(x, (0, 2, 3), correction=0))  # 2 x channels
         variances, means = _Gather.apply(moments[None]).unbind(1)  # each ranks x channels
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
-        n = dist.get_world_size() * x.numel() // x.shape[1]
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean, momentum)
-            self.running_var.lerp_(variance * (n / max(1, n - 1)), momentum)
+        update_running(self, mean, variance, dist.get_world_size() * x.numel() // x.shape[1])
         gain = self.weight * (variance + self.eps).rsqrt()
         return x * gain[:, None, None] + (self.bias - mean * gain)[:, None, None]
 

@@ -16,11 +16,11 @@ from streamclr.base.options import checked_seed
 PIXELS_IN_CHUNK, MIN_IMAGES_IN_CHUNK = 2**16, 16
 
 
-def check_stored(images: Tensor, what: str = "the images") -> None:
+def check_stored(images: Tensor) -> None:
     """Refuse what is not a batch of stored images: float and int16 would give other results without any error."""
     if images.dtype != torch.uint8 or images.ndim != 4:
         raise UserError(
-            f"{what} are {images.dtype} of shape {tuple(images.shape)}: "
+            f"the images are {images.dtype} of shape {tuple(images.shape)}: "
             "give torch.uint8 (0 to 255), n x 3 x height x width"
         )
 

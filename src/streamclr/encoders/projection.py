@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.base.tensors import load_tensors, load_weights
 from streamclr.encoders.inference import checked_images, infer, inference_mode
 
 
@@ -89,3 +91,12 @@ def _checked_tensor(features: Any) -> Tensor:
     if not isinstance(features, Tensor):
         raise UserError(f"the encoder returns a {type(features).__name__}: return one tensor of features, n x d")
     return features
+
+
+def load_encoder(encoder: nn.Module, path: Path) -> None:
+    """Weights for the encoder: torchvision's names, with or without classifier and projection head, or a run's own."""
+    tensors = load_tensors(path)
+    if any(key.startswith("encoder.") for key in tensors):
+        tensors = {key.removeprefix("encoder."): t for key, t in tensors.items() if key.startswith("encoder.")}
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(("fc.", "projection."))}
+    load_weights(encoder, tensors, str(path))

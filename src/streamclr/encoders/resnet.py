@@ -25,11 +25,22 @@ class Block(nn.Module):
     """A residual block: relu(path(x) + downsample(x)), the path being convolutions with a norm each, relu between."""
 
     expansion: int  # channels out of the block per channel in its middle
-    downsample: nn.Module
+
+    def __init__(self, path: list[nn.Conv2d], stride: int, norm: Norm):
+        super().__init__()
+        for i, conv in enumerate(path, 1):
+            self.add_module(f"conv{i}", conv)
+            self.add_module(f"bn{i}", _norm(norm, conv.out_channels))
+        n_in, n_out = path[0].in_channels, path[-1].out_channels
+        self.downsample: nn.Module = nn.Identity()
+        if stride > 1 or n_in != n_out:
+            pointwise = PointwiseConv(n_in, n_out, 1, stride, bias=False)
+            self.downsample = nn.Sequential(pointwise, _norm(norm, n_out))
 
     @property
     def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
-        raise NotImplementedError
+        *modules, _ = self.children()  # conv1, bn1, conv2, bn2 and so on; downsample is the last
+        return list(zip(modules[::2], modules[1::2], strict=True))  # type: ignore[arg-type]
 
     @property
     def shortcut(self) -> tuple[nn.Conv2d, nn.Module] | None:
@@ -63,35 +74,17 @@ class BasicBlock(Block):
     expansion = 1
 
     def __init__(self, n_in: int, n_out: int, stride: int, norm: Norm):
-        super().__init__()
-        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False) if stride > 1 else Conv3x3(n_in, n_out)
-        self.bn1 = _norm(norm, n_out)
-        self.conv2 = Conv3x3(n_out, n_out)
-        self.bn2 = _norm(norm, n_out)
-        self.downsample = _downsample(n_in, n_out, stride, norm)
-
-    @property
-    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
-        return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
+        first = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False) if stride > 1 else Conv3x3(n_in, n_out)
+        super().__init__([first, Conv3x3(n_out, n_out)], stride, norm)
 
 
 class Bottleneck(Block):
     expansion = 4
 
     def __init__(self, n_in: int, n_mid: int, stride: int, norm: Norm):
-        super().__init__()
-        n_out = n_mid * self.expansion
-        self.conv1 = nn.Conv2d(n_in, n_mid, 1, bias=False)
-        self.bn1 = _norm(norm, n_mid)
-        self.conv2 = nn.Conv2d(n_mid, n_mid, 3, stride, 1, bias=False)
-        self.bn2 = _norm(norm, n_mid)
-        self.conv3 = nn.Conv2d(n_mid, n_out, 1, bias=False)
-        self.bn3 = _norm(norm, n_out)
-        self.downsample = _downsample(n_in, n_out, stride, norm)
-
-    @property
-    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
-        return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
+        first, middle = nn.Conv2d(n_in, n_mid, 1, bias=False), nn.Conv2d(n_mid, n_mid, 3, stride, 1, bias=False)
+        last = nn.Conv2d(n_mid, n_mid * self.expansion, 1, bias=False)
+        super().__init__([first, middle, last], stride, norm)
 
 
 class PointwiseConv(nn.Conv2d):
@@ -103,12 +96,6 @@ class PointwiseConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x[..., :: self.stride[0], :: self.stride[1]], self.weight)
-
-
-def _downsample(n_in: int, n_out: int, stride: int, norm: Norm) -> nn.Module:
-    if stride == 1 and n_in == n_out:
-        return nn.Identity()
-    return nn.Sequential(PointwiseConv(n_in, n_out, 1, stride, bias=False), _norm(norm, n_out))
 
 
 class ResNet(nn.Module):

@@ -28,39 +28,30 @@ class Card:
 
 def card_text(model: "Pretrained") -> str:
     """Markdown with the front matter that the hub reads. Text is quoted as JSON, which YAML can read."""
-    parts = [_front_matter(model), _title(model), _learned(model.card), _measured(model.card), _limits(model)]
-    return "\n".join([*parts, _use(), _elsewhere(model)])
-
-
-def _front_matter(model: "Pretrained") -> str:
-    card, encoder = model.card, model.architecture.encoder
-    lines = ["library_name: streamclr", "pipeline_tag: image-classification", "tags:"]
-    lines += [f"- {tag}" for tag in ("image-classification", "self-supervised-learning", "contrastive-learning")]
-    if card.accuracy is not None:
-        where, how = card.source or "its stream", card.measured or "how is not known"
-        lines += [
-            "metrics:",
-            "- accuracy",
-            "model-index:",
-            f"- name: streamclr-{encoder}",
-            "  results:",
-            "  - task:",
-            "      type: image-classification",
-            "    dataset:",
-            "      type: custom",
-            f"      name: {json.dumps(where)}",
-            "    metrics:",
-            "    - type: accuracy",
-            f"      value: {json.dumps(round(card.accuracy, 4))}",
-            f"      name: {json.dumps(f'accuracy ({how})')}",
-        ]
-    return "\n".join(["---", *lines, "---", ""])
-
-
-def _title(model: "Pretrained") -> str:
-    n = len(model.classes)
+    card, n = model.card, len(model.classes)
     names = json.dumps(model.classes, ensure_ascii=False) if n <= MAX_NAMED else "in config.json, id2label"
-    return f"""# A {model.architecture.encoder} that learned from {model.card.source or "a stream"}
+    known = {
+        "stream": card.source,
+        "images of it seen": None if card.images is None else f"{card.images:,}",
+        "steps": None if card.steps is None else f"{card.steps:,}",
+        "images in the buffer": None if card.buffer is None else f"{card.buffer:,}",
+        "policy, which chose them": None if card.policy is None else f"`{card.policy}`",
+        "state": card.state,
+    }
+    learned = "\n".join(f"| {name} | {'not known' if value is None else value} |" for name, value in known.items())
+    measured = "Nobody has measured it."
+    if card.accuracy is not None:
+        measured = f"{100 * card.accuracy:.1f} % right: {card.measured or 'how it was measured is not known'}."
+    return f"""---
+library_name: streamclr
+pipeline_tag: image-classification
+tags:
+- image-classification
+- self-supervised-learning
+- contrastive-learning
+{"" if card.accuracy is None else _metrics(model, card.accuracy)}---
+
+# A {model.architecture.encoder} that learned from {card.source or "a stream"}
 
 An image classifier for {n} {"class" if n == 1 else "classes"}: {model.architecture}, for images of {model.size} px.
 The encoder learned without labels, with StreamCLR. The classifier is a linear layer on its features, trained on labels
@@ -69,42 +60,26 @@ with the encoder frozen.
 ```json
 {names}
 ```
-"""
 
+## What it learned from
 
-def _learned(card: Card) -> str:
-    rows = {
-        "stream": card.source,
-        "images of it seen": None if card.images is None else f"{card.images:,}",
-        "steps": None if card.steps is None else f"{card.steps:,}",
-        "images in the buffer": None if card.buffer is None else f"{card.buffer:,}",
-        "policy, which chose them": None if card.policy is None else f"`{card.policy}`",
-        "state": card.state,
-    }
-    table = "\n".join(f"| {name} | {'not known' if value is None else value} |" for name, value in rows.items())
-    return f"## What it learned from\n\n| | |\n|---|---|\n{table}\n"
+| | |
+|---|---|
+{learned}
 
+## How good it is
 
-def _measured(card: Card) -> str:
-    if card.accuracy is None:
-        return "## How good it is\n\nNobody has measured it.\n"
-    how = card.measured or "how it was measured is not known"
-    return f"## How good it is\n\n{100 * card.accuracy:.1f} % right: {how}.\n"
+{measured}
 
-
-def _limits(model: "Pretrained") -> str:
-    return f"""## Limits
+## Limits
 
 - It learned from one stream. How good it is on pictures from elsewhere is not known.
 - It names one of its classes whatever it is shown: there is none for "something else".
 - Its probabilities have not been calibrated: 0.9 need not be right nine times in ten.
 - It sees the middle square of a picture, scaled to {model.size} px.
 - No licence has been chosen for it: whoever publishes it adds `license:` above.
-"""
 
-
-def _use() -> str:
-    return """## Use it
+## Use it
 
 ```python
 from streamclr import from_pretrained
@@ -115,6 +90,26 @@ names = [model.classes[i] for i in probabilities.argmax(1)]
 ```
 
 `streamclr run --init DIR` and `Learner(model.model)` go on learning with encoder and projection head.
+
+{_elsewhere(model)}"""
+
+
+def _metrics(model: "Pretrained", accuracy: float) -> str:
+    card = model.card
+    return f"""metrics:
+- accuracy
+model-index:
+- name: streamclr-{model.architecture.encoder}
+  results:
+  - task:
+      type: image-classification
+    dataset:
+      type: custom
+      name: {json.dumps(card.source or "its stream")}
+    metrics:
+    - type: accuracy
+      value: {json.dumps(round(accuracy, 4))}
+      name: {json.dumps(f"accuracy ({card.measured or 'how is not known'})")}
 """
 
 

@@ -76,14 +76,17 @@ def export(
     model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
     heads = Heads(directory)
     classifier = Classifier(model.cpu(), *heads.load_head(fraction, encoder), directory.config.size)
-    buffer, n_seen, n_steps = _buffer(directory, learner)
+    if learner is None:
+        results = directory.results or {}
+        buffer, n_seen, n_steps = directory.load_buffer()["images"], results["images"], results.get("steps")
+    else:
+        buffer, n_seen, n_steps = learner["buffer"]["images"], learner["buffer"]["n_seen"], learner["n_steps"]
     about = describe(directory, heads.find(fraction), encoder, n_seen, n_steps, int8)
     tested = images_to_test(directory)
     images = torch.cat([buffer, tested])
     content = kind.make(classifier, about, Calibration.of(buffer, pure) if int8 else None)
     parity = compare(classifier, kind.open(content), images, kind.size(content), int8)
-    if kind.looked_again is not None:
-        parity = replace(parity, looked_again=kind.looked_again(content, images))
+    parity = replace(parity, looked_again=kind.looked_again(content, images))
     counts = {"buffer": len(buffer), "test": len(tested)}
     try:
         write_json(found, {"file": file.name, "images": counts, **parity.as_dict(), "metadata": about})
@@ -135,16 +138,8 @@ def kind_of(source: str) -> str:
     return kinds.get(name, "a camera" if name in CAMERAS else name)
 
 
-def _buffer(directory: RunDirectory, learner: dict[str, Any] | None) -> tuple[Tensor, int, int | None]:
-    """The images in the buffer, the images seen, and the steps. learner: of the last checkpoint; None if finished."""
-    if learner is None:
-        results = directory.results or {}
-        return directory.load_buffer()["images"], results["images"], results.get("steps")
-    return learner["buffer"]["images"], learner["buffer"]["n_seen"], learner["n_steps"]
-
-
-def images_to_test(directory: RunDirectory, most: int = N_TEST) -> Tensor:
-    """At most so many test images of the run's source, evenly spaced; none if it has none or is not at hand."""
+def images_to_test(directory: RunDirectory) -> Tensor:
+    """At most N_TEST test images of the run's source, evenly spaced; none if it has none or is not at hand."""
     none = torch.empty(0, 3, directory.config.size or 0, directory.config.size or 0, dtype=torch.uint8)
     if "n_test" not in (directory.results or {}):
         return none
@@ -155,7 +150,7 @@ def images_to_test(directory: RunDirectory, most: int = N_TEST) -> Tensor:
         return none
     if test is None:
         return none
-    images, good, _ = readable(test, evenly_spaced(len(test), most))
+    images, good, _ = readable(test, evenly_spaced(len(test), N_TEST))
     return torch.from_numpy(images) if len(good) else none
 
 
@@ -166,17 +161,9 @@ def images_to_test(directory: RunDirectory, most: int = N_TEST) -> Tensor:
 
 def make_pretrained(classifier: Classifier, about: dict[str, Any], calibration: Calibration | None) -> Pretrained:
     """Saved and loaded again, so that the comparison is with what a user will load."""
+    same = {name: about[name] for name in ("source", "policy", "buffer", "steps", "state")}
     accuracy = about["accuracy"] or {"value": None, "measured": None}
-    card = Card(
-        source=about["source"],
-        policy=about["policy"],
-        buffer=about["buffer"],
-        images=about["images_seen"],
-        steps=about["steps"],
-        state=about["state"],
-        accuracy=accuracy["value"],
-        measured=accuracy["measured"],
-    )
+    card = Card(images=about["images_seen"], accuracy=accuracy["value"], measured=accuracy["measured"], **same)
     with tempfile.TemporaryDirectory() as place:
         made = Path(place) / "pretrained"
         save_pretrained(Pretrained(classifier.model, classifier.head, classifier.classes, classifier.size, card), made)
@@ -190,7 +177,7 @@ class Format(NamedTuple):
     has_int8: bool
     make: Callable[[Classifier, dict[str, Any], Calibration | None], Any]  # the content, in memory
     open: Callable[[Any], ExportedFunction]
-    looked_again: Callable[[Any, Tensor], float | None] | None = None
+    looked_again: Callable[[Any, Tensor], float | None] = lambda content, images: None
     write: Callable[[Path, Any], None] = write_bytes
     size: Callable[[Any], int] = len
 

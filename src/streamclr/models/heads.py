@@ -35,14 +35,8 @@ class Heads:
 
     def __init__(self, directory: RunDirectory):
         self.directory, self.path = directory, directory.path
-
-    @property
-    def labelled_file(self) -> Path:
-        return self.path / "labelled.safetensors"
-
-    @property
-    def fractions_file(self) -> Path:
-        return self.path / "classifier.safetensors"
+        self.labelled_file = self.path / "labelled.safetensors"
+        self.fractions_file = self.path / "classifier.safetensors"
 
     # ------------------------------------------------------------------------------------------------------------
     # Which there are.
@@ -50,8 +44,8 @@ class Heads:
     def all(self) -> list[HeadInfo]:
         """The default first, if there is one."""
         labelled = self.labelled()
-        heads = [labelled] if labelled else []
-        return [*heads, *reversed(self.by_fraction().values()), *self._versions(), *self._global()]
+        own = [labelled] if labelled else []
+        return [*own, *reversed(self.by_fraction().values()), *self._versions(), *self._global()]
 
     def default(self) -> tuple[HeadInfo, str]:
         """The head that is used unless another is asked for, and why."""
@@ -83,15 +77,15 @@ class Heads:
         if not self.labelled_file.exists():
             return None
         about = json.loads(load_metadata(self.labelled_file)["about"])
-        n, measured = about["n_labels"], f"cross-validation of {about['n_labels']} labels that a person gave"
+        labels = f"{about['n_labels']} labels that a person gave"
         return HeadInfo(
-            name=f"the head from {n} labels that a person gave",
+            name=f"the head from {labels}",
             chosen_by=str(self.path),
             file=self.labelled_file,
             classes=about["classes"],
-            n_labels=n,
+            n_labels=about["n_labels"],
             accuracy=about.get("accuracy"),
-            measured=measured,
+            measured=f"cross-validation of {labels}",
             encoder=about["encoder"],
         )
 
@@ -104,18 +98,16 @@ class Heads:
         entries = {float(key): entry for key, entry in results.get("labels", {}).items()}
         heads = {}
         for fraction in fractions:
-            n, accuracy, measured = None, None, None
-            if (entry := entries.get(fraction)) is not None:
-                n, accuracy = entry["n_labels"], entry["accuracy"]
-                measured = f"{results['n_test']} test images, classifier from {n} labels"
+            entry = entries.get(fraction, {})
+            tested = f"{results['n_test']} test images, classifier from {entry['n_labels']} labels" if entry else None
             heads[fraction] = HeadInfo(
                 name=f"the head of the label fraction {fraction}",
                 chosen_by=f"--fraction {fraction}",
                 file=self.fractions_file,
                 classes=classes,
-                n_labels=n,
-                accuracy=accuracy,
-                measured=measured,
+                n_labels=entry.get("n_labels"),
+                accuracy=entry.get("accuracy"),
+                measured=tested,
                 encoder=FINISHED,
                 fraction=fraction,
             )

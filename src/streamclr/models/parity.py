@@ -3,9 +3,11 @@
 import itertools
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,17 +79,14 @@ def compare(classifier: Classifier, exported: ExportedFunction, images: Tensor, 
         exact = torch.cat([classify(classifier, part) for part in images.split(64)])
         found = torch.cat([exported(part)[0] for part in images.split(64)])
         spent = {n: race(lambda part: classify(classifier, part), exported, images, n) for n in BATCHES}
+    weights = [*classifier.model.encoder.state_dict().values(), *classifier.head.state_dict().values()]
     return Parity(
         int8,
         len(images),
         float((exact - found).abs().max()),
         float((exact.argmax(1) == found.argmax(1)).double().mean()),
         n_bytes,
-        sum(
-            t.numel() * t.element_size()
-            for m in (classifier.model.encoder, classifier.head)
-            for t in m.state_dict().values()
-        ),
+        sum(tensor.nbytes for tensor in weights),
         {n: here for n, (_, here) in spent.items()},
         {n: there for n, (there, _) in spent.items()},
     )
@@ -109,16 +108,10 @@ def race(one: Runner, other: Runner, images: Tensor, n: int, least: float = 0.5)
     began = time.perf_counter()
     for part in itertools.islice(itertools.cycle(parts), 200):
         for run, times in zip((one, other), spent, strict=True):
-            times.append(min(_seconds(run, part) for _ in range(2)) / n)
+            times.append(min(timeit.repeat(partial(run, part), number=1, repeat=2)) / n)
         if time.perf_counter() - began > least and len(spent[0]) >= 5:
             break
     return statistics.mean(spent[0]), statistics.mean(spent[1])
-
-
-def _seconds(run: Runner, images: Tensor) -> float:
-    started = time.perf_counter()
-    run(images)
-    return time.perf_counter() - started
 
 
 @contextmanager

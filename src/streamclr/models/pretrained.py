@@ -47,33 +47,11 @@ class Pretrained:
         n_classes = head.linear.out_features
         if len(classes) != n_classes or len(set(classes)) != n_classes:
             raise UserError(f"{len(set(classes))} different class names for {n_classes} classes: give one for each")
-        self.classifier = Classifier(copy.deepcopy(model).cpu(), copy.deepcopy(head).cpu(), classes, size)
+        self.model, self.classes, self.size = copy.deepcopy(model).cpu(), list(classes), size
+        self.classifier = Classifier(self.model, copy.deepcopy(head).cpu(), self.classes, size)
         self.model.requires_grad_()  # a classifier is frozen, and a Learner goes on with its encoder
+        self.encoder, self.mean, self.std = self.model.encoder, _short(self.model.mean), _short(self.model.std)
         self.card = Card() if card is None else card
-
-    @property
-    def model(self) -> ContrastiveModel:
-        return self.classifier.model
-
-    @property
-    def encoder(self) -> nn.Module:
-        return self.model.encoder
-
-    @property
-    def size(self) -> int:
-        return self.classifier.size
-
-    @property
-    def classes(self) -> list[str]:
-        return self.classifier.classes
-
-    @property
-    def mean(self) -> list[float]:
-        return _short(self.model.mean)
-
-    @property
-    def std(self) -> list[float]:
-        return _short(self.model.std)
 
     def __call__(self, images: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8, n x 3 x H x W, of any height and width. Returns probabilities, n x classes, and features, n x d."""
@@ -108,7 +86,8 @@ def save_pretrained(pretrained: Pretrained, path: str | Path) -> None:
 
 def files_of(pretrained: Pretrained) -> dict[str, bytes]:
     """The content of the directory's files."""
-    weights = save(_tensors(pretrained), {"format": "pt"})
+    named = _named(pretrained.model, folded(pretrained.classifier.head))
+    weights = save({name: tensor.contiguous() for name, tensor in named.items()}, {"format": "pt"})
     config = json.dumps(_config(pretrained, hashlib.sha256(weights).hexdigest()), indent=2, allow_nan=False)
     return {
         "model.safetensors": weights,
@@ -132,9 +111,7 @@ def from_pretrained(path: str | Path) -> Pretrained:
     if sha256_of(file) != config["sha256"]:
         raise UserError(f"{file} is damaged, or not the one that {file.parent}/config.json is for: its SHA-256 differs")
     model.to_empty(device="cpu")
-    linear = {f"linear.{name}": tensors[f"fc.{name}"] for name in fc.state_dict()}
-    scale = {"mean": torch.zeros(model.n_features), "std": torch.ones(model.n_features)}
-    head = Head.from_state(linear | scale, str(file))
+    head = Head(fc.in_features, fc.out_features)
     with torch.no_grad():
         for name, tensor in _named(model, head.linear).items():
             tensor.copy_(tensors[name])
@@ -159,11 +136,6 @@ def _named(model: ContrastiveModel, fc: nn.Module) -> dict[str, Tensor]:
     named = dict(model.encoder.state_dict())
     named |= {f"fc.{name}": tensor for name, tensor in fc.state_dict().items()}
     return named | {f"projection.{name}": tensor for name, tensor in model.head.state_dict().items()}
-
-
-def _tensors(pretrained: Pretrained) -> dict[str, Tensor]:
-    named = _named(pretrained.model, folded(pretrained.classifier.head))
-    return {name: tensor.contiguous() for name, tensor in named.items()}
 
 
 def folded(head: Head) -> nn.Linear:
@@ -241,6 +213,9 @@ class Check(NamedTuple):
     allowed: str
 
 
+TEXT = Check(lambda value: isinstance(value, str), "text")
+
+
 def _one_of(names: Sequence[str]) -> Check:
     return Check(lambda value: isinstance(value, str) and value in names, " or ".join(names))
 
@@ -252,18 +227,15 @@ def _whole(least: int, most: int) -> Check:
 
 def _three(least: float, most: float = 1e6) -> Check:
     def fits(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 3 and all(map(is_number, value))
-
-    def is_number(value: Any) -> bool:
-        return type(value) in (int, float) and least <= value <= most
+        numbers = value if isinstance(value, list) else []
+        return len(numbers) == 3 and all(type(n) in (int, float) and least <= n <= most for n in numbers)
 
     return Check(fits, f"three numbers, {least:g} to {most:g}")
 
 
 def _are_names(value: Any) -> bool:
-    if not isinstance(value, dict) or not value:
-        return False
-    return all(key == str(i) and isinstance(name, str) for i, (key, name) in enumerate(value.items()))
+    names = value if isinstance(value, dict) else {}
+    return bool(names) and all(k == str(i) and isinstance(name, str) for i, (k, name) in enumerate(names.items()))
 
 
 def _is_card(value: Any) -> bool:
@@ -272,9 +244,8 @@ def _is_card(value: Any) -> bool:
         return False
     if any(not isinstance(value[name], hint) or isinstance(value[name], bool) for name, hint in hints.items()):
         return False
-    return 0 <= (value["accuracy"] or 0) <= 1 and all(
-        0 <= (value[n] or 0) < 2**63 for n in ("buffer", "images", "steps")
-    )
+    counts = [value[name] or 0 for name in ("buffer", "images", "steps")]
+    return 0 <= (value["accuracy"] or 0) <= 1 and 0 <= min(counts) <= max(counts) < 2**63
 
 
 CHECKS = {
@@ -291,7 +262,7 @@ CHECKS = {
     "id2label": Check(_are_names, 'class names by number from "0"'),
     "label2id": Check(lambda value: isinstance(value, dict), "numbers by class name"),
     "card": Check(_is_card, f"an object of {', '.join(Card.__dataclass_fields__)}"),
-    "sha256": Check(lambda value: isinstance(value, str), "text"),
-    "streamclr": Check(lambda value: isinstance(value, str), "text"),
-    "torch": Check(lambda value: isinstance(value, str), "text"),
+    "sha256": TEXT,
+    "streamclr": TEXT,
+    "torch": TEXT,
 }

@@ -10,9 +10,8 @@ from streamclr.base.errors import UserError
 from streamclr.classifier import draw_labelled
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import seeded
-from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.projection import ContrastiveModel, load_encoder
 from streamclr.encoders.resnet import Architecture, ResNet
-from streamclr.encoders.weights import load_encoder
 from streamclr.guards import Guarded
 from streamclr.learner import Learner
 from streamclr.models.pretrained import from_pretrained

@@ -1,5 +1,9 @@
 """The classifier as a program of ExecuTorch for phones and small boards: XNNPACK computes, in float or in 8 bits."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,45 +11,49 @@ from torch import Tensor
 
 from streamclr.classifier import Classifier
 from streamclr.models.formats.quantise import Calibration
-from streamclr.models.formats.quiet import quiet_stderr
 from streamclr.models.formats.reader import PROGRAM_SEAL, about_text, sealed
+from streamclr.models.formats.torch_program import quiet
 from streamclr.models.parity import ExportedFunction
 
 MAX_SIDE = 1920  # pixels of an image; ExecuTorch reserves memory for the largest, here 56 MB
 
 
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Nothing on the file descriptor of stderr either: the C++ library logs there when it is loaded, and has no setting
+    for that. Lines of other threads are lost meanwhile, but an export is a command of its own."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    try:
+        with quiet(), open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+            yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+@quiet_stderr()
 def make_executorch(classifier: Classifier, about: dict[str, Any], calibration: Calibration | None) -> bytes:
-    """int8 has no second look: few accelerators could run it."""
-    with quiet_stderr():
-        program = make_program(classifier, about_text(about), None if calibration is None else calibration.ranges)
-    return sealed(program, PROGRAM_SEAL)
-
-
-def open_executorch(content: bytes) -> ExportedFunction:
-    with quiet_stderr():
-        return open_program(content)
-
-
-def make_program(classifier: Classifier, about: str, calibration: Tensor | None) -> bytes:
     """A method `forward` for one image at a time, of any size up to MAX_SIDE, and a method `metadata`.
 
-    calibration: images that give int8 the ranges of the activations; None for float.
+    int8 has no second look: few accelerators could run it.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     plain = classifier.plain()
     if calibration is not None:
-        _quantise(plain, calibration)
+        _quantise(plain, calibration.ranges)
     example = torch.zeros(1, 3, classifier.size + 1, classifier.size + 2, dtype=torch.uint8)
     height, width = (torch.export.Dim(name, min=1, max=MAX_SIDE) for name in ("height", "width"))
     lowered = to_edge_transform_and_lower(
         torch.export.export(plain, (example,), dynamic_shapes=({2: height, 3: width},)),
         partitioner=[XnnpackPartitioner()],
         compile_config=EdgeCompileConfig(_check_ir_validity=False),  # the pre-processing computes in int64 and double
-        constant_methods={"metadata": torch.tensor(list(about.encode()), dtype=torch.uint8)},
+        constant_methods={"metadata": torch.tensor(list(about_text(about).encode()), dtype=torch.uint8)},
     )
-    return bytes(lowered.to_executorch().buffer)
+    return sealed(bytes(lowered.to_executorch().buffer), PROGRAM_SEAL)
 
 
 def _quantise(classifier: Classifier, images: Tensor) -> None:
@@ -73,13 +81,15 @@ def open_program(content: bytes) -> ExportedFunction:
     program = Runtime.get().load_program(content)
     forward = program.load_method("forward")
 
-    def run(
-        images: Tensor, _held: object = (content, program)
-    ) -> tuple[Tensor, ...]:  # the runtime keeps no reference to them
+    # The runtime keeps no reference to the content and the program.
+    def run(images: Tensor, _held: object = (content, program)) -> tuple[Tensor, ...]:
         found = [[part.clone() for part in forward.execute([image])] for image in images.split(1)]
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
     return run
+
+
+open_executorch = quiet_stderr()(open_program)
 
 
 def metadata(content: bytes) -> str:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from streamclr.classifier import Classifier
 from streamclr.models.formats.quantise import Calibration, quantise
-from streamclr.models.formats.quiet import quiet
 from streamclr.models.formats.reader import about_text, checked_session, sealed, session_of
-from streamclr.models.formats.torch_program import export_program
+from streamclr.models.formats.torch_program import export_program, quiet
 from streamclr.models.parity import ExportedFunction
 
 if TYPE_CHECKING:
@@ -21,22 +20,17 @@ OPSET = 18
 OUTPUTS = ("probabilities", "features")
 
 
+@quiet()
 def make_onnx(classifier: Classifier, about: dict[str, Any], calibration: Calibration | None) -> bytes:
-    with quiet():
-        program = torch.onnx.export(
-            export_program(classifier),
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=["images"],
-            output_names=OUTPUTS,
-            verbose=False,
-        )
+    exported = export_program(classifier)
+    program = torch.onnx.export(
+        exported, dynamo=True, opset_version=OPSET, input_names=["images"], output_names=OUTPUTS, verbose=False
+    )
     assert program is not None
     model = program.model_proto
     _strip(model)
     if calibration is not None:
-        with quiet():
-            model = _int8(model, calibration)
+        model = _int8(model, calibration)
     model.metadata_props.add(key="streamclr", value=about_text(about))
     return sealed(model.SerializeToString(deterministic=True))
 
@@ -48,10 +42,9 @@ def _int8(model: "onnx.ModelProto", calibration: Calibration) -> "onnx.ModelProt
     quantised = quantise(model, calibration.ranges)
     _strip(quantised)
     if calibration.doubts is not None:
-        parts = calibration.doubts.split(64)
-        exact, found = (as_function(session_of(file.SerializeToString(), n_threads=1)) for file in (model, quantised))
-        least = least_margin(*(torch.cat([run(part)[0] for part in parts]) for run in (exact, found)))
-        if least:
+        files = (file.SerializeToString() for file in (model, quantised))
+        exact, found = (_outputs(file, OUTPUTS, calibration.doubts) for file in files)
+        if least := least_margin(exact, found):
             look_again(quantised, model, least)
     return quantised
 
@@ -65,11 +58,10 @@ def _strip(model: "onnx.ModelProto") -> None:
         part.doc_string = ""
     for number, node in enumerate(graph.node):
         node.name = f"{node.op_type}_{number}"
-    for value, sizes in [(graph.input[0], {0: "n", 2: "height", 3: "width"})] + [
-        (out, {0: "n"}) for out in graph.output
-    ]:
-        for place, name in sizes.items():
-            value.type.tensor_type.shape.dim[place].dim_param = name
+    for value in (graph.input[0], *graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "n"
+    for place, name in ((2, "height"), (3, "width")):
+        graph.input[0].type.tensor_type.shape.dim[place].dim_param = name
 
 
 def open_onnx(content: bytes) -> ExportedFunction:
@@ -87,5 +79,10 @@ def looked_again(content: bytes, images: Tensor) -> float | None:
 
     if (told := with_doubtful(content)) is None:
         return None
-    run = as_function(session_of(told, n_threads=1), ("doubtful",))
-    return float(torch.cat([run(part)[0] for part in images.split(64)]).double().mean())
+    return float(_outputs(told, ("doubtful",), images).double().mean())
+
+
+def _outputs(content: bytes, outputs: tuple[str, ...], images: Tensor) -> Tensor:
+    """The first of these outputs, for all images."""
+    run = as_function(session_of(content, n_threads=1), outputs)
+    return torch.cat([run(part)[0] for part in images.split(64)])

@@ -91,17 +91,10 @@ def is_whole(content: bytes, seal: bytes = SEAL) -> bool:
     return content == sealed(content[: -len(seal) - 64], seal)
 
 
-def open_session(path: Path, n_threads: int) -> "tuple[onnxruntime.InferenceSession, dict[str, Any]]":
-    """The graph of an ONNX file, ready to run, and the metadata."""
-    if path.stat().st_size > MAX_BYTES:
-        raise UserError(f"{path} has more than 2 GiB, which no ONNX file has: {USE_EXPORT}")
-    return checked_session(path.read_bytes(), path, n_threads)
-
-
 def checked_session(
     content: bytes, path: Path, n_threads: int
 ) -> "tuple[onnxruntime.InferenceSession, dict[str, Any]]":
-    """The same from the content of a file. path: its name in errors."""
+    """The graph in the content of an ONNX file, ready to run, and the metadata. path: the file's name in errors."""
     try:
         metadata = [dict(wire.fields(entry)) for entry in wire.parts(memoryview(content), 14)]
         about = {bytes(entry[1]): bytes(entry[2]) for entry in metadata}
@@ -122,11 +115,8 @@ def checked_session(
     except Exception as error:  # noqa: BLE001  onnxruntime has an exception for each of its codes, and no base for them
         raise UserError(f"onnxruntime cannot open {path} ({error}): {USE_EXPORT}") from None
     ports = {value.name: (value.type, len(value.shape)) for value in (*session.get_inputs(), *session.get_outputs())}
-    if ports != {
-        "images": ("tensor(uint8)", 4),
-        "probabilities": ("tensor(float)", 2),
-        "features": ("tensor(float)", 2),
-    }:
+    floats = ("tensor(float)", 2)
+    if ports != {"images": ("tensor(uint8)", 4), "probabilities": floats, "features": floats}:
         raise UserError(f"{path} does not take images and give probabilities and features: {USE_EXPORT}")
     n_classes = session.get_outputs()[0].shape[1]
     if n_classes != len(found["classes"]):
@@ -174,7 +164,9 @@ def _reaches_out(model: memoryview) -> str | None:
 
 
 def _open_onnx(path: Path) -> Predictor:
-    session, about = open_session(path, n_threads())
+    if path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path} has more than 2 GiB, which no ONNX file has: {USE_EXPORT}")
+    session, about = checked_session(path.read_bytes(), path, n_threads())
 
     def classify(images: np.ndarray) -> np.ndarray:
         try:
@@ -237,22 +229,15 @@ def _open_torch(path: Path) -> Predictor:
 
     about, weights = _read_program(path)
     try:
-        encoder = about["encoder"]
-        names = {name: encoder[name] for name in ("name", "stem", "norm")}
-        width = encoder["width"]
-        if not all(isinstance(name, str) for name in names.values()) or not isinstance(width, int):
+        architecture = Architecture(*(about["encoder"][name] for name in ("name", "width", "stem", "norm")))
+        if list(map(type, architecture)) != [str, int, str, str]:
             raise TypeError
-        architecture = Architecture(names["name"], width, names["stem"], names["norm"])
-        with torch.device(
-            "meta"
-        ):  # takes no memory; all weights are checked against it at once, and then put in its place
+        with torch.device("meta"):  # no memory; all weights are checked against it, and then put in its place
             model = ContrastiveModel(architecture.make())
             head = Head(model.n_features, len(about["classes"]))
             classifier = Classifier(model, head, about["classes"], about["size"]).plain()
     except (LookupError, TypeError, RuntimeError, UserError):
-        raise UserError(
-            f"the metadata of {path} describes no encoder that this streamclr knows: {USE_EXPORT}"
-        ) from None
+        raise UserError(f"the metadata of {path} describes no encoder known to this streamclr: {USE_EXPORT}") from None
     kinds = {name: tensor.dtype for name, tensor in classifier.state_dict().items()}
     load_weights(classifier, weights, str(path), assign=True)
     if any(tensor.dtype != kinds[name] for name, tensor in weights.items()):
@@ -278,23 +263,19 @@ def _read_program(path: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]
                 raise ValueError(f"the checksum of {bad} differs")
             root = archive.namelist()[0].partition("/")[0]
             about = archive.read(f"{root}/extra/streamclr") if f"{root}/extra/streamclr" in archive.namelist() else b""
-            weights = {}
-            for name, entry in json.loads(archive.read(f"{root}/data/weights/model_weights_config.json"))[
-                "config"
-            ].items():
+            listed, weights = json.loads(archive.read(f"{root}/data/weights/model_weights_config.json")), {}
+            for name, entry in listed["config"].items():
                 if entry["use_pickle"]:
                     raise ValueError(f"{name} is pickled")
                 content = bytearray(archive.read(f"{root}/data/weights/{entry['path_name']}"))
                 shape = [side["as_int"] for side in entry["tensor_meta"]["sizes"]]
                 weights[name] = torch.frombuffer(content, dtype=kinds[entry["tensor_meta"]["dtype"]]).reshape(shape)
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError) as error:
-        raise UserError(
-            f"{path} is no whole program of torch.export ({error}): {USE_EXPORT}, or {COPY_AGAIN}"
-        ) from None
-    except (TypeError, AttributeError, RuntimeError, NotImplementedError, RecursionError) as error:
-        raise UserError(
-            f"{path} is no whole program of torch.export ({error!r}): {USE_EXPORT}, or {COPY_AGAIN}"
-        ) from None
-    if not about:
-        raise UserError(f"{path} does not say that it is a classifier of streamclr: {USE_EXPORT}")
-    return checked(about, path), weights
+        why = str(error)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        why = repr(error)
+    else:
+        if not about:
+            raise UserError(f"{path} does not say that it is a classifier of streamclr: {USE_EXPORT}")
+        return checked(about, path), weights
+    raise UserError(f"{path} is no whole program of torch.export ({why}): {USE_EXPORT}, or {COPY_AGAIN}")

@@ -1,6 +1,6 @@
 """The second look: where int8 is unsure between two classes, the same file runs the image again in float."""
 
-import onnx
+import onnx.compose
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor
@@ -26,9 +26,8 @@ def least_margin(exact: Tensor, found: Tensor) -> float:
     logits = found.clamp(min=1e-30).log()
     errors = exact.clamp(min=1e-30).log() - logits
     first, margins = found.argmax(1), margin(found)
-    changed = torch.stack(
-        [((own + errors).argmax(1) != c).double().mean() for own, c in zip(logits, first, strict=True)]
-    )
+    pairs = zip(logits, first, strict=True)
+    changed = torch.stack([((own + errors).argmax(1) != c).double().mean() for own, c in pairs])
     surest = margins.argsort(descending=True)
     fine = changed[surest].cumsum(0) <= MAX_CHANGED * len(found)
     return 0.0 if fine.all() else float(f"{margins[surest[fine.sum()]]:.3g}")
@@ -44,10 +43,12 @@ def look_again(quantised: onnx.ModelProto, model: onnx.ModelProto, least: float)
     for node in graph.node:
         for names in (node.input, node.output):
             names[:] = [f"first_{name}" if name in outputs else name for name in names]
+    pixels = next(node.input[0] for node in model.graph.node if node.op_type == "Conv")  # the standardised images
+    part = _encoder(model, pixels)
     then = helper.make_graph(
         [
-            helper.make_node("GatherND", [_pixels(model), "rows"], ["again_pixels"]),
-            *(part := _encoder(model)).node,
+            helper.make_node("GatherND", [pixels, "rows"], [f"again_{pixels}"]),
+            *part.node,
             *(
                 helper.make_node("ScatterND", [f"first_{name}", "rows", f"again_{name}"], [f"second_{name}"])
                 for name in outputs
@@ -72,29 +73,22 @@ def look_again(quantised: onnx.ModelProto, model: onnx.ModelProto, least: float)
             helper.make_tensor("none", TensorProto.INT64, [], [0]),
         ]
     )
-    graph.node.extend(
-        [
-            helper.make_node("TopK", ["first_probabilities", "two"], ["largest", "order"]),
-            helper.make_node("MatMul", ["largest", "difference"], ["margin"]),
-            helper.make_node("Less", ["margin", "least_margin"], ["doubtful"]),
-            helper.make_node("NonZero", ["doubtful"], ["numbers"]),
-            helper.make_node("Transpose", ["numbers"], ["rows"]),  # n doubtful x 1
-            helper.make_node("Size", ["rows"], ["n_doubtful"]),
-            helper.make_node("Greater", ["n_doubtful", "none"], ["any"]),
-            helper.make_node("If", ["any"], outputs, then_branch=then, else_branch=otherwise),
-        ]
-    )
+    for operator, inputs, results in (
+        ("TopK", ["first_probabilities", "two"], ["largest", "order"]),
+        ("MatMul", ["largest", "difference"], ["margin"]),
+        ("Less", ["margin", "least_margin"], ["doubtful"]),
+        ("NonZero", ["doubtful"], ["numbers"]),
+        ("Transpose", ["numbers"], ["rows"]),  # n doubtful x 1
+        ("Size", ["rows"], ["n_doubtful"]),
+        ("Greater", ["n_doubtful", "none"], ["any"]),
+    ):
+        graph.node.append(helper.make_node(operator, inputs, results))
+    graph.node.append(helper.make_node("If", ["any"], outputs, then_branch=then, else_branch=otherwise))
 
 
-def _pixels(model: onnx.ModelProto) -> str:
-    """The name of the standardised images, the input of the first convolution."""
-    return next(node.input[0] for node in model.graph.node if node.op_type == "Conv")
-
-
-def _encoder(model: onnx.ModelProto) -> onnx.GraphProto:
-    """What comes after the pre-processing, with the input `again_pixels`; all names begin with `again_`."""
-    pixels, nodes = _pixels(model), []
-    needed = {output.name for output in model.graph.output}
+def _encoder(model: onnx.ModelProto, pixels: str) -> onnx.GraphProto:
+    """What comes after the pre-processing, whose result is `pixels`; all names begin with `again_`."""
+    nodes, needed = [], {output.name for output in model.graph.output}
     for node in reversed(model.graph.node):
         if needed & set(node.output) and pixels not in node.output:
             nodes.append(node)
@@ -103,13 +97,7 @@ def _encoder(model: onnx.ModelProto) -> onnx.GraphProto:
     part = onnx.GraphProto()
     part.node.extend(reversed(nodes))
     part.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in needed)
-    for tensor in part.initializer:
-        tensor.name = f"again_{tensor.name}"
-    for node in part.node:
-        node.name = f"again_{node.name}"
-        for ends in (node.input, node.output):
-            ends[:] = ["again_pixels" if name == pixels else name and f"again_{name}" for name in ends]
-    return part
+    return onnx.compose.add_prefix_graph(part, "again_")
 
 
 def _float(name: str) -> onnx.ValueInfoProto:
