@@ -996,8 +996,8 @@ def test_errors_are_told_without_passwords(server, ants, monkeypatch):
 
 
 def test_what_a_directory_holds_does_not_end_the_live_stream(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(streamclr.web.site, "EVERY", 0.01)
-    monkeypatch.setattr(streamclr.web.site, "LOOK_FOR_RUNS", 1)
+    monkeypatch.setattr(streamclr.web.site, "READ_EVERY", 0.01)
+    monkeypatch.setattr(streamclr.web.site, "FIND_RUNS_EVERY", 1)
     path = shutil.copytree(runs / "ants", tmp_path / "ants")
 
     async def follow():

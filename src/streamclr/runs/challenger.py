@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.base.numbers import evenly_spaced
+from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier, draw_labelled, train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
-from streamclr.base.numbers import evenly_spaced
 from streamclr.base.progress import Progress
+from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Accuracy, Head, checked_labels, draw_labelled, knn_probe, linear_probe, train_head
 from streamclr.encoders.inference import infer, seeded
 from streamclr.encoders.projection import ContrastiveModel

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from streamclr.base.cache import cache_dir as data_dir
+from streamclr.base.machine import cache_dir as data_dir
 from streamclr.base.machine import cpu_name, read_text
 from streamclr.streams.datasets.registry import DATASETS, is_at, is_cached
 
