@@ -121,14 +121,15 @@ def test_wrong_labels_in_an_evaluation(model):
 def test_images_that_are_not_bytes_are_refused(model):
     """Float images count as scaled to 0…1 already, so 0…255 would be read 255 times too bright."""
     whole = coloured(6)
-    bright = ArrayImages(whole.images(np.arange(6)).astype(np.float32), whole.labels, NAMES)
+    bright = coloured(6)
+    bright.images = lambda numbers: whole.images(numbers).astype(np.float32)
     for function in (
         lambda: extract(model, bright),
         lambda: evaluate(model, bright, whole, (1.0,)),
         lambda: evaluate(model, whole, bright, (1.0,)),
         lambda: train_supervised(lambda: resnet18(width=1), bright, torch.arange(6), epochs=1),
     ):
-        with pytest.raises(UserError, match=r"float32: give torch\.uint8 images with values from 0 to 255"):
+        with pytest.raises(UserError, match=r"float32: give n x 3 x H x W of uint8, with values 0 to 255"):
             function()
 
 

@@ -104,8 +104,8 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
         (tmp_path / name).rename(tmp_path / "r" / name)
     assert main(["predict", "r", "--source", folder]) == 2
     assert capsys.readouterr().err == (
-        "streamclr: r/labelled.safetensors is for the encoder of step 5, not for the finished encoder: "
-        "streamclr label train r\n"
+        "streamclr: r/labelled.safetensors is for the encoder of step 5, not for the finished encoder, "
+        "and a person's answers come first: streamclr label train r\n"
     )
     assert main(["label", "train", "r"]) == 0
     assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
@@ -176,13 +176,13 @@ def test_compare(folder, tmp_path, capsys):
         (["report", "nowhere"], "nowhere is no run directory"),
         (["compare", "--policies", "contrast,nothing"], "no policy 'nothing'"),
         (["compare", "--seeds", "0"], "seeds is 0"),
-        (["compare", "--policy", "fifo"], "compare has no '--policy': did you mean '--policies'?"),
-        (["compare", "--resume"], "compare has no '--resume'"),
-        (["compare", "--serve"], "compare has no '--serve'"),
-        (["compare", "--metrics", "0"], "compare has no '--metrics'"),
-        (["compare", "--predict"], "compare has no '--predict'"),
-        (["fleet", "simulate", "--images", "100"], "fleet simulate has no '--images'"),
-        (["fleet", "simulate", "--supervised"], "fleet simulate has no '--supervised'"),
+        (["compare", "--policy", "fifo"], "no option '--policy' in streamclr compare: did you mean '--policies'?"),
+        (["compare", "--resume"], "no option '--resume' in streamclr compare"),
+        (["compare", "--serve"], "no option '--serve' in streamclr compare"),
+        (["compare", "--metrics", "0"], "no option '--metrics' in streamclr compare"),
+        (["compare", "--predict"], "no option '--predict' in streamclr compare"),
+        (["fleet", "simulate", "--images", "100"], "no option '--images' in streamclr fleet simulate"),
+        (["fleet", "simulate", "--supervised"], "no option '--supervised' in streamclr fleet simulate"),
         (["compare", "--policies", "fifo,fifo"], "names a policy twice"),
         (["compare", "--policies", "fifo", "--rescore-every", "5"], "not among --policies"),
         (["compare", "--source", "nowhere"], "no source 'nowhere'"),

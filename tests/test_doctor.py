@@ -4,7 +4,7 @@ import json
 import pytest
 
 from streamclr import Learner
-from streamclr.cli import commands
+from streamclr.cli import run as commands
 from streamclr.cli.entry import main
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.runs.assemble import make_learner
@@ -69,7 +69,7 @@ def test_the_verdict_comes_first_and_each_suggestion_when_it_is_measured(monkeyp
 
 def test_what_the_doctor_does_not_look_at_is_no_option(capsys):
     assert main(["doctor", "--serve"]) == 2
-    assert "doctor has no '--serve'" in capsys.readouterr().err
+    assert "no option '--serve' in streamclr doctor" in capsys.readouterr().err
 
 
 def slow_steps(monkeypatch, seconds_per_image):
@@ -161,7 +161,7 @@ def test_a_buffer_larger_than_the_segment_is_full_when_it_is_measured(monkeypatc
 
 def test_a_change_of_scoring_alone_is_measured_without_training(monkeypatch):
     plan = run_plan(width=2, buffer=8, batch=8, segment=8, size=16)
-    monkeypatch.setattr(Learner, "_update", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr(Learner, "learn_many", lambda *_: pytest.fail("trained"))
     step = measure(plan, "", training=5.0)
     assert step.training == 5.0
     assert 0 < step.scoring < 5

@@ -179,13 +179,13 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
     def no_data(config, data_dir):
         if config.source not in ("cifar10", "tiny-imagenet-20"):
             raise UserError("not here")
-        source = SimpleNamespace(epoch=50_000, n_images=None)
-        return SimpleNamespace(source=source, size=32 if config.source == "cifar10" else 64, live=False)
+        size = 32 if config.source == "cifar10" else 64
+        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False)
 
     if name == "fleet":
         pytest.importorskip("flwr")
     monkeypatch.setattr(lab_module, "_open", no_data)
-    lab_module._resolved.cache_clear()
+    lab_module._resolve.cache_clear()
     monkeypatch.setattr(
         lab_module.Lab, "_work", lambda self, jobs: pytest.fail(f"to do: {[*map(str, jobs)]}") if jobs else None
     )
@@ -193,7 +193,7 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "dog.mp4.safetensors").touch()
     (tmp_path / "jobs").symlink_to(COMMITTED / "jobs")
     findings = EXPERIMENTS[name](Lab(tmp_path, n_seeds=2 if name == "stc" else 3, device="cpu"))
-    lab_module._resolved.cache_clear()
+    lab_module._resolve.cache_clear()
     n = N_COMMITTED[name]
     assert f"{n} jobs, {n} of them done" in capsys.readouterr().err
     for table in findings.tables:

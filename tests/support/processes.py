@@ -20,7 +20,7 @@ def torchrun(n, *command):
 KILLED = """
 import os, random, signal, sys, threading
 from streamclr.cli.entry import main
-from streamclr import checkpoint, commands  # imported first, so that it is a run that is killed
+from streamclr.cli import run  # imported first, so that it is a run that is killed
 seed, in_save = int(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(seed)
 saves = rng.randrange(10)  # that it makes before, so that a fast machine comes no further than a slow one

@@ -60,10 +60,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def _hint(self, given: str, allowed: Sequence[str]) -> str:
+        """What follows after the mistake: the name that was meant, or all names if they are few."""
         if close := get_close_matches(given, allowed, 1):
-            return f"did you mean {close[0]!r}? (see {self.prog} --help)"
-        names = f"use {', '.join(allowed)} " if len(allowed) <= MAX_NAMES_IN_ERROR else ""
-        return f"{names}(see {self.prog} --help)"
+            return f": did you mean {close[0]!r}? (see {self.prog} --help)"
+        names = f": use {', '.join(allowed)}" if len(allowed) <= MAX_NAMES_IN_ERROR else ""
+        return f"{names} (see {self.prog} --help)"
 
 
 class GroupParser(Parser):
@@ -85,13 +86,13 @@ class GroupParser(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(takewhile(lambda word: not word.startswith("-"), args))
         if not args:
-            raise UserError(f"a command must follow {self.prog!r}: {self._hint('', self.names)}")
+            raise UserError(f"a command must follow {self.prog!r}{self._hint('', self.names)}")
         if not words and args[0] not in self._option_string_actions and self.default is None:
-            raise UserError(f"no command before {args[0]!r}: {self._hint('', self.names)}")
+            raise UserError(f"no command before {args[0]!r}{self._hint('', self.names)}")
         if words and words[0] not in self.names and (self.default is None or len(words) > 1):
             before = self.prog.removeprefix("streamclr").lstrip()
             name, *allowed = (f"{before} {one}".strip() for one in (words[0], *self.names))
-            raise UserError(f"no command {name!r}: {self._hint(name, allowed)}")
+            raise UserError(f"no command {name!r}{self._hint(name, allowed)}")
         if self.default is not None and args[0] not in (*self.names, *self._option_string_actions):
             args = [self.default, *args]
         return super().parse_known_args(args, namespace)
@@ -125,7 +126,7 @@ class CommandParser(Parser):
         given, unknown = super().parse_known_args(args, namespace)
         if unknown and unknown[0].startswith("-"):
             allowed = [flag(name) for name in hints if name not in positional]
-            raise UserError(f"no option {unknown[0]!r} in {self.prog}: {self._hint(unknown[0].split('=')[0], allowed)}")
+            raise UserError(f"no option {unknown[0]!r} in {self.prog}{self._hint(unknown[0].split('=')[0], allowed)}")
         if unknown:
             raise UserError(f"unexpected {unknown[0]!r}: write {self.usage} (see {self.prog} --help)")
         values = {name: value for name, value in vars(given).items() if value is not None}

@@ -201,7 +201,7 @@ def _timed(
 ) -> list[tuple[float, float]]:
     """Seconds of scoring and training in some steps. whole: the learner of the run, whose chunks are used."""
     learner = make_learner(plan)
-    learner.plan, learner.model.pixels_at_once = whole.plan, whole.model.pixels_at_once
+    learner.plan, learner.model.max_chunk = whole.plan, whole.model.max_chunk
 
     def step() -> tuple[float, float]:
         images = _noise(plan, plan.segment)
