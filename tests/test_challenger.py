@@ -378,11 +378,11 @@ def test_the_end_does_not_wait_for_a_long_challenge(path, monkeypatch):
     n_read, began = [0], threading.Event()
 
     class Slow(DatasetLabels):
-        def _images(self, keys):
+        def images(self, keys):
             n_read[0] += 1
             began.set()
             until(lambda: one._ends)  # it goes on until then
-            return super()._images(keys)
+            return super().images(keys)
 
     images = ArrayImages(colours(90).repeat(20, 1, 1, 1).numpy(), np.arange(1800) % COLOURS, NAMES)
     monkeypatch.setattr(module, "BATCH_SIZE", 8)
@@ -420,10 +420,10 @@ def test_which_labels_are_at_hand(path, monkeypatch):
     assert isinstance(labels_at_hand(RunOptions(label_budget="30"), path, synthetic), Answers)
     monkeypatch.setattr(module, "MAX_LABELS", 300)
     known = labels_at_hand(RunOptions(fractions="0.01,0.1"), path, synthetic)
-    classes = known.read().classes
+    classes = known.read()
     assert len(classes) == 300  # of 500
     assert set(classes.values()) == set(synthetic.source.classes)
-    assert labels_at_hand(RunOptions(fractions="0.01"), path, synthetic).read().classes.keys() != classes.keys()
+    assert labels_at_hand(RunOptions(fractions="0.01"), path, synthetic).read().keys() != classes.keys()
     (path / "flat").mkdir()
     from streamclr.labelling.session import png
 

@@ -1,6 +1,6 @@
 import dataclasses
 
-from streamclr.runs.doctor.diagnosis import Diagnosis, Measured, Suggestion
+from streamclr.runs.doctor.diagnose import Diagnosis, Measured, Suggestion
 from streamclr.runs.doctor.machine import GIB, Machine
 
 STEP = Measured(scoring=1.0, training=3.0, n_frames=100, checkpoint=100 * 2**20)

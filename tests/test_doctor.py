@@ -9,8 +9,15 @@ from streamclr.cli.entry import main
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.doctor import diagnose as doctor
-from streamclr.runs.doctor.diagnose import DoctorOptions, checkpoint_hours, diagnose, measure, suggest
-from streamclr.runs.doctor.diagnosis import Measured, Suggestion
+from streamclr.runs.doctor.diagnose import (
+    DoctorOptions,
+    Measured,
+    Suggestion,
+    checkpoint_hours,
+    diagnose,
+    measure,
+    suggest,
+)
 from streamclr.runs.doctor.machine import GIB
 from support.camera import Camera
 from support.images import random_images

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
-from streamclr.base.cache import cache_dir
+from streamclr.base.machine import cache_dir
 from streamclr.buffer import Buffer, Pool
 from streamclr.compute import fast_scoring as inference_module
 from streamclr.compute.fast_scoring import FoldedConv, Int8Conv, fastest

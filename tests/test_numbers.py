@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamclr.base.numbers import evenly_spaced
+from streamclr.base.statistics import evenly_spaced
 
 
 @pytest.mark.parametrize("most", [1, 2, 64, 256, 1000, 2048, 5000, 10_000])

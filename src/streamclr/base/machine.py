@@ -1,5 +1,6 @@
-"""What the machine is."""
+"""What the machine is, and where it keeps datasets, weights and measurements."""
 
+import os
 import platform
 import re
 from contextlib import suppress
@@ -18,3 +19,9 @@ def read_text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text("utf-8", errors="replace")
     return ""
+
+
+def cache_dir() -> Path:
+    """`STREAMCLR_DATA`, or `streamclr` in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamclr"
+    return Path(os.environ.get("STREAMCLR_DATA") or default).expanduser()

@@ -6,6 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import field
 from functools import partial
 from typing import Any, TypeVar
@@ -42,20 +43,13 @@ def convert(value: Any, hint: Any, what: str) -> Any:
     """Text as a value of the annotated type; other values are returned as they are."""
     if not isinstance(value, str) or hint is str:
         return value
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    either = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = [kind for kind in either if kind is not types.NoneType]
     for kind in kinds:
-        if kind is types.NoneType:
-            continue
-        try:
+        with suppress(ValueError):
             return kind(value)
-        except ValueError:
-            continue
-    names = " or ".join(
-        {"int": "a whole number", "float": "a number"}.get(k.__name__, k.__name__)
-        for k in kinds
-        if k is not types.NoneType
-    )
-    raise UserError(f"{what} is {value!r}: use {names}")
+    names = {int: "a whole number", float: "a number"}
+    raise UserError(f"{what} is {value!r}: use {' or '.join(names.get(kind, kind.__name__) for kind in kinds)}")
 
 
 def option(default: Any, help: str) -> Any:

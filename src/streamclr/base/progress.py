@@ -4,7 +4,6 @@ import math
 import sys
 from contextlib import suppress
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,9 +13,8 @@ if TYPE_CHECKING:
 def say(text: str) -> None:
     """Print a line on stderr. A full disk or a closed pipe must not end a run."""
     with suppress(OSError, ValueError):
-        print(
-            text + "\n", end="", file=sys.stderr, flush=True
-        )  # in one write, so that lines of several processes do not mix
+        # In one write, so that lines of several processes do not mix.
+        print(text + "\n", end="", file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -45,12 +43,10 @@ class Progress:
         of = f" of {self.total:,}" if self.total else ""
         say(f"{self.what}: {self.done:,}{of}, {self._said - self._started:.0f} s{note and ' | ' + note}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar:
             self._bar.stop()
-        elif error is None and self._said > self._started:  # something was printed before
+        elif kind is None and self._said > self._started:  # something was printed before
             self._say("done")
 
 

@@ -1,8 +1,10 @@
-"""Means and shares with their 95 % intervals."""
+"""Means and shares with their 95 % intervals, and evenly spaced samples."""
 
 import math
 from collections.abc import Iterable, Sequence
 from statistics import mean, stdev
+
+import numpy as np
 
 Z = 1.959964  # the 97.5 % quantile of the normal distribution
 # The 97.5 % quantiles of Student's t distribution with 1, 2, ... 14 degrees of freedom.
@@ -52,3 +54,18 @@ def spread(values: Sequence[float], digits: int = 1, unit: str = "") -> str:
 def seeds_note(n_seeds: int) -> str:
     """What a table's cells are, for its note."""
     return f"{n_seeds} seeds, mean ± 95 % interval" if n_seeds > 1 else "one seed"
+
+
+def evenly_spaced(n: int, most: int) -> np.ndarray:
+    """At most `most` of the indices below n, from the first to the last, as int64.
+
+    They are those of `torch.linspace(0, n - 1, m).long()`, which rounds a fused multiply-add to float32 and counts from
+    the nearer end: draws of images that were made with it stay the same.
+    """
+    m = min(n, most)
+    if m < 2:
+        return np.zeros(m, np.int64)
+    i = np.arange(m)
+    step = float(np.float32(n - 1) / np.float32(m - 1))
+    exact = np.where(i < m // 2, step * i, np.float32(n - 1) - step * (m - 1 - i))
+    return exact.astype(np.float32).astype(np.int64)

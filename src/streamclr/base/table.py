@@ -16,12 +16,10 @@ class Table:
 
     def html(self) -> str:
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.head)
-        rows = "".join(
-            f"<tr><td>{html.escape(row[0])}</td>"
-            + "".join(f"<td class=number>{html.escape(c)}</td>" for c in row[1:])
-            + "</tr>"
-            for row in self.rows
-        )
+        rows = ""
+        for name, *cells in self.rows:
+            numbers = "".join(f"<td class=number>{html.escape(cell)}</td>" for cell in cells)
+            rows += f"<tr><td>{html.escape(name)}</td>{numbers}</tr>"
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
         title = f"<h2>{html.escape(self.title)}</h2>" if self.title else ""
         return f"{title}<table><tr>{head}</tr>{rows}</table>{note}"

@@ -79,17 +79,12 @@ def load_metadata(path: Path) -> dict[str, str]:
 def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Load tensors of exactly these names, shapes and types, all finite; the header is checked before any is read."""
     with _opened(path) as content:
-        found = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
-        problems = [f"{name} is missing" for name in expected if name not in found]
-        problems += [f"{name[:100]} is not known" for name in found if name not in expected]
-        for name in expected.keys() & found.keys():
-            own = [list(expected[name].shape), DTYPES[expected[name].dtype]]
-            its = [found[name].get_shape(), found[name].get_dtype()]
-            if own != its:
-                problems.append(f"{name} is {its[0]} of {its[1]}, not {own[0]} of {own[1]}")
-        if problems:
+        slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+        found = {name: f"{one.get_shape()} of {one.get_dtype()}" for name, one in slices.items()}
+        own = {name: f"{list(one.shape)} of {DTYPES[one.dtype]}" for name, one in expected.items()}
+        if problems := _differences(found, own):
             more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise UserError(f"{path} does not fit: {'; '.join(sorted(problems)[:3])}{more}")
+            raise UserError(f"{path} does not fit: {'; '.join(problems[:3])}{more}")
         tensors = {name: content.get_tensor(name) for name in expected}
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise UserError(f"{path} is damaged: {broken[0]} has values that are not finite")
@@ -105,11 +100,15 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assi
     own = module.state_dict()
     if not any(key.endswith("num_batches_tracked") for key in tensors):  # old public weights lack these counters
         tensors = tensors | {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
-    problems = [f"{key} is missing" for key in own if key not in tensors]
-    problems += [f"{key} is not known" for key in tensors if key not in own]
-    for key in own.keys() & tensors.keys():
-        if own[key].shape != tensors[key].shape:
-            problems.append(f"{key} is {list(tensors[key].shape)}, not {list(own[key].shape)}")
-    if problems:
-        raise UserError(f"{where} does not fit the model: {'; '.join(sorted(problems))}")
+    found, expected = ({key: str(list(one.shape)) for key, one in each.items()} for each in (tensors, own))
+    if problems := _differences(found, expected):
+        raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
     module.load_state_dict(tensors, assign=assign)
+
+
+def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """What is wrong with tensors, which are described by their names, shapes and types; sorted."""
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name[:100]} is not known" for name in found if name not in expected]
+    both = [name for name in expected if name in found and found[name] != expected[name]]
+    return sorted(problems + [f"{name} is {found[name]}, not {expected[name]}" for name in both])

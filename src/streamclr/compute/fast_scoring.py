@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamclr.base.cache import cache_dir
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
-from streamclr.base.machine import cpu_name
+from streamclr.base.machine import cache_dir, cpu_name
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import ResNet
 

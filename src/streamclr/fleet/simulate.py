@@ -14,7 +14,7 @@ import torch
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
-from streamclr.base.numbers import evenly_spaced
+from streamclr.base.statistics import evenly_spaced
 from streamclr.base.tensors import load_weights
 from streamclr.encoders.inference import as_float
 from streamclr.encoders.projection import ContrastiveModel

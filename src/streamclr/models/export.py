@@ -13,9 +13,9 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_bytes, write_json
-from streamclr.base.numbers import evenly_spaced
 from streamclr.base.options import one_of, option
 from streamclr.base.progress import say
+from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier
 from streamclr.models.card import Card
 from streamclr.models.formats.executorch import make_executorch, open_executorch

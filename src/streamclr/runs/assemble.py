@@ -33,8 +33,7 @@ def initial_model(options: ModelOptions) -> ResNet | ContrastiveModel:
         load_encoder(encoder, Path(options.init))
         return encoder
     pretrained, asked = from_pretrained(options.init), Architecture.of(encoder)
-    its = pretrained.architecture
-    if its != asked:
+    if (its := pretrained.architecture) != asked:
         own = zip(Architecture._fields, its, asked, strict=True)
         flags = " ".join(f"--{name} {value}" for name, value, other in own if value != other)
         raise UserError(f"{options.init} is {its}, not {asked}: give {flags}")
@@ -93,10 +92,9 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
         check_can_predict(stream)
         if plan.memory is not None:
             raise UserError("--predict takes memory that --memory does not count: use one of them")
-    labelled = stream.train
-    for fraction in plan.label_fractions:
-        if labelled is not None:
-            draw_labelled(labelled.labels, fraction, labelled.classes)
+    if stream.train is not None:
+        for fraction in plan.label_fractions:
+            draw_labelled(stream.train.labels, fraction, stream.train.classes)
     learner = make_learner(plan)
     if plan.memory is not None:
         print(f"memory: {learner.fit((plan.segment, 3, plan.size, plan.size))}", file=sys.stderr)
@@ -107,9 +105,8 @@ def own_stream(plan: RunPlan, stream: DatasetStream | CameraStream, ranks: OnePr
     """What this rank reads of the stream; an error for what several ranks cannot do."""
     for name in ("memory", "compile", "predict", "label_budget"):
         if getattr(plan, name) not in (None, False):
-            raise UserError(
-                f"--{name.replace('_', '-')} is for one process, this job has {ranks.n} ranks: leave it out"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for one process, this job has {ranks.n} ranks: leave it out")
     images = own_part(plan, ranks).images
     if images is not None and images < max(plan.segment, plan.batch):
         each = f"{plan.images} images are {images} for each of {ranks.n} ranks in segments of {plan.segment}"

@@ -9,25 +9,22 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.base.numbers import evenly_spaced
+from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier, draw_labelled, train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.session import pixels
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Version, Versions
+from streamclr.records.plan import RunPlan
 from streamclr.streams.datasets.images import Images, readable
-
-if TYPE_CHECKING:
-    from streamclr.records.plan import RunPlan
-    from streamclr.streams.stream import Stream
+from streamclr.streams.stream import Stream
 
 MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 3  # with fewer, none is held back
 HOLD_BACK_EVERY = 5  # of each class every fifth label is held back
@@ -39,13 +36,6 @@ NICE = 10  # about a tenth of a busy core; with 19 a head would take an hour
 NEVER_LABELS = "no labels at hand, so the frames get no class: with --label-budget a person can give some"
 NO_LABELS = "labels of fewer than two classes so far, so the frames get no class yet: streamclr label, or label import"
 FAILURES = (UserError, OSError, sqlite3.Error)  # that are reported; the next encoder is tried again
-
-
-class LabelSet(NamedTuple):
-    """Labels, and a function that reads their images."""
-
-    classes: dict[str, str]  # class name by key
-    images: Callable[[list[str]], tuple[Tensor, list[str]]]  # by keys: the readable images, and their keys
 
 
 class Answers:
@@ -67,16 +57,17 @@ class Answers:
             self._labels = Labels(self.path)
         return self._labels
 
-    def read(self) -> LabelSet:
+    def read(self) -> dict[str, str]:
+        """Class names by key."""
         labels = self._opened()
         if labels is None:
-            return LabelSet({}, self._images)
+            return {}
         self._change = labels.change()
         answers, names = labels.answers(), labels.classes()  # in this order, so that every answer's class is known
-        given = {key: names[one.class_id] for key, one in answers.items() if one.class_id is not None}
-        return LabelSet(given, self._images)
+        return {key: names[one.class_id] for key, one in answers.items() if one.class_id is not None}
 
-    def _images(self, keys: list[str]) -> tuple[Tensor, list[str]]:
+    def images(self, keys: list[str]) -> tuple[Tensor, list[str]]:
+        """Those that can be read, and their keys."""
         assert self._labels is not None
         pictures = {key: self._labels.picture(key) for key in keys}
         found = {key: pixels(picture) for key, picture in pictures.items() if picture is not None}
@@ -88,7 +79,7 @@ class Answers:
 
 
 class DatasetLabels:
-    """The labels of a dataset."""
+    """The labels of a dataset, as `Answers` gives those of a person."""
 
     def __init__(self, images: Images, numbers: Tensor):
         self._source, self._numbers = images, numbers
@@ -97,12 +88,11 @@ class DatasetLabels:
     def changed(self) -> bool:
         return not self._is_read
 
-    def read(self) -> LabelSet:
+    def read(self) -> dict[str, str]:
         self._is_read = True
-        names = {str(n): self._source.classes[int(self._source.labels[n])] for n in self._numbers.tolist()}
-        return LabelSet(names, self._images)
+        return {str(n): self._source.classes[int(self._source.labels[n])] for n in self._numbers.tolist()}
 
-    def _images(self, keys: list[str]) -> tuple[Tensor, list[str]]:
+    def images(self, keys: list[str]) -> tuple[Tensor, list[str]]:
         images, good, _ = readable(self._source, np.array([int(key) for key in keys]))
         return torch.from_numpy(images), [str(number) for number in good.tolist()]
 
@@ -110,7 +100,7 @@ class DatasetLabels:
         pass
 
 
-def labels_at_hand(plan: "RunPlan", path: Path, stream: "Stream") -> Answers | DatasetLabels | None:
+def labels_at_hand(plan: RunPlan, path: Path, stream: Stream) -> Answers | DatasetLabels | None:
     """A person's labels, if one is asked; else those of the source, by the run's largest label fraction."""
     if plan.label_budget is not None:
         return Answers(path / "labels.sqlite")
@@ -254,17 +244,17 @@ class Challenger:
 
     def _challenge(self, step: int, weights: dict[str, Tensor]) -> None:
         assert self.labels is not None
-        labelled = self.labels.read()
-        if self._last == (step, labelled.classes):
+        classes = self.labels.read()
+        if self._last == (step, classes):
             return  # so that a version that was rolled back is not made again
-        self._last = step, labelled.classes
+        self._last = step, classes
         while True:
             rival = self.versions.current
-            challenger = self._trained(step, weights, labelled, rival)
+            challenger = self._trained(step, weights, classes, rival)
             if challenger is None:
                 self._tell_once(NO_LABELS)
                 return
-            old = self._score_of(rival, labelled, challenger.held_back) if rival else None
+            old = self._score_of(rival, classes, challenger.held_back) if rival else None
             refusal = self._refusal(challenger, rival, old)
             if refusal:
                 self.n_refused += 1
@@ -293,43 +283,44 @@ class Challenger:
         return f"{new.score} labels held back right, version {rival.number} has {old}{losses}"
 
     def _trained(
-        self, step: int, weights: dict[str, Tensor], labelled: LabelSet, rival: Version | None
+        self, step: int, weights: dict[str, Tensor], class_of: dict[str, str], rival: Version | None
     ) -> Version | None:
         """A head on these weights, measured on the labels held back; None with fewer than two classes."""
-        held = hold_back(labelled.classes, rival)
-        if len({name for key, name in labelled.classes.items() if key not in held}) < 2:
+        held = hold_back(class_of, rival)
+        if len({name for key, name in class_of.items() if key not in held}) < 2:
             return None
         model = self.model_with(weights, f"the encoder of step {step}")
         features, keys = [], list[str]()
-        for images, good in self._batches(labelled, sorted(labelled.classes)):
+        for images, good in self._batches(sorted(class_of)):
             features.append(infer(model, images, model.features).cpu())
             keys += good
         rows = {key: row for row, key in enumerate(keys)}
         trained_on = [key for key in keys if key not in held]
-        classes = sorted({labelled.classes[key] for key in trained_on})
+        classes = sorted({class_of[key] for key in trained_on})
         if len(classes) < 2:
             raise UserError("labelled images of fewer than two classes can be read")
-        targets = torch.tensor([classes.index(labelled.classes[key]) for key in trained_on])
+        targets = torch.tensor([classes.index(class_of[key]) for key in trained_on])
         known = torch.cat(features)
         head = train_head(known[[rows[key] for key in trained_on]], targets, len(classes), quiet=True)
         measured = sorted(held & rows.keys())
         probabilities = head(known[[rows[key] for key in measured]]).softmax(1)
-        found = score(probabilities, classes, [labelled.classes[key] for key in measured])
+        found = score(probabilities, classes, [class_of[key] for key in measured])
         classifier = Classifier(model, head, classes, self.versions.directory.image_size)
         return Version(classifier, step, frozenset(trained_on), frozenset(measured), found)
 
-    def _score_of(self, version: Version, labelled: LabelSet, held_back: frozenset[str]) -> Score:
+    def _score_of(self, version: Version, class_of: dict[str, str], held_back: frozenset[str]) -> Score:
         """The score of a version on these labels, with its own encoder."""
         parts, truth = [torch.empty(0, len(version.classes))], list[str]()
-        for images, good in self._batches(labelled, sorted(held_back)):
+        for images, good in self._batches(sorted(held_back)):
             parts.append(version.probabilities(images))
-            truth += [labelled.classes[key] for key in good]
+            truth += [class_of[key] for key in good]
         return score(torch.cat(parts), version.classes, truth)
 
-    def _batches(self, labelled: LabelSet, keys: list[str]) -> Iterator[tuple[Tensor, list[str]]]:
+    def _batches(self, keys: list[str]) -> Iterator[tuple[Tensor, list[str]]]:
+        assert self.labels is not None
         for start in range(0, len(keys), BATCH_SIZE):
             if self._ends:
                 raise Ended
-            images, good = labelled.images(keys[start : start + BATCH_SIZE])
+            images, good = self.labels.images(keys[start : start + BATCH_SIZE])
             if good:
                 yield images, good

@@ -1,8 +1,7 @@
 """Stage two on the labelled images of a source: heads, probes, learning curve, supervised baselines (Sec. IV-A)."""
 
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
-from streamclr.base.numbers import evenly_spaced
-from streamclr.base.progress import Progress
+from streamclr.base.progress import Progress, say
+from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Accuracy, Head, checked_labels, draw_labelled, knn_probe, linear_probe, train_head
 from streamclr.encoders.inference import infer, seeded
 from streamclr.encoders.projection import ContrastiveModel
@@ -25,6 +24,10 @@ from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import Source
 from streamclr.streams.stream import Stream
 from streamclr.views import StrongViews
+
+MakeEncoder = Callable[[], nn.Module]
+Device = torch.device | str
+_say_once = cache(say)
 
 
 class Extracted(NamedTuple):
@@ -50,9 +53,8 @@ def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = No
             bar.advance(len(chunk))
     report_unreadable(bad, len(numbers))
     kept = np.concatenate(read)
-    return Extracted(
-        torch.cat(features), checked_labels(images.labels[kept], len(images.classes)), torch.from_numpy(kept)
-    )
+    labels = checked_labels(images.labels[kept], len(images.classes))
+    return Extracted(torch.cat(features), labels, torch.from_numpy(kept))
 
 
 def labelled(source: Source | Stream) -> tuple[Images, Images]:
@@ -69,11 +71,6 @@ def report_unreadable(bad: dict[int, BadFrame], n: int) -> None:
     if len(bad) == n:
         raise UserError(message)
     _say_once(f"left out: {message}")
-
-
-@cache
-def _say_once(message: str) -> None:
-    print(message, file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,14 +104,7 @@ def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
 
 
 def train_supervised(
-    encoder: Callable[[], nn.Module],
-    images: Images,
-    numbers: Tensor,
-    epochs: int = 100,
-    lr: float = 1e-3,
-    batch_size: int = 128,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
+    encoder: MakeEncoder, images: Images, numbers: Tensor, epochs: int = 100, seed: int = 0, device: Device = "cpu"
 ) -> tuple[ContrastiveModel, Head]:
     """The supervised baseline, first reading: a new encoder and a linear layer, trained end to end on the labels alone.
 
@@ -124,7 +114,7 @@ def train_supervised(
     with seeded(seed):
         model = ContrastiveModel(encoder()).to(device)
     head = Head(model.n_features, len(images.classes)).to(device)
-    optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=lr, weight_decay=1e-4)
+    optimizer = torch.optim.Adam([*model.encoder.parameters(), *head.parameters()], lr=1e-3, weight_decay=1e-4)
     views = StrongViews(scale=(0.5, 1.0), jitter=0, grey=0, blur=0)
     generator = torch.Generator(device).manual_seed(seed)
     read, good, bad = readable(images, numbers.numpy())
@@ -133,7 +123,7 @@ def train_supervised(
     labels = checked_labels(images.labels[good], len(images.classes)).to(device)
     with Progress(f"supervised on {len(numbers):,} labels, epochs", epochs) as bar:
         for _ in range(epochs):
-            for batch in torch.randperm(len(pixels), generator=generator, device=device).split(batch_size):
+            for batch in torch.randperm(len(pixels), generator=generator, device=device).split(128):
                 logits = head(model.features(views(pixels[batch], generator)))
                 optimizer.zero_grad()
                 F.cross_entropy(logits, labels[batch]).backward()
@@ -166,12 +156,7 @@ def evaluate(
 
 
 def evaluate_supervised(
-    encoder: Callable[[], nn.Module],
-    train: Images,
-    test: Images,
-    fractions: tuple[float, ...],
-    seed: int = 0,
-    device: torch.device | str = "cpu",
+    encoder: MakeEncoder, train: Images, test: Images, fractions: Sequence[float], seed: int = 0, device: Device = "cpu"
 ) -> dict[str, dict[str, float]]:
     """Both readings of the supervised baseline, on the same draws of labels."""
     n_classes = len(train.classes)
@@ -197,7 +182,6 @@ def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directo
     results, heads = evaluate(model, train, test, plan.label_fractions, plan.seed)
     Heads(directory).save_fractions(heads, train.classes)
     if plan.supervised:
-        results["supervised"] = evaluate_supervised(
-            lambda: make_encoder(plan), train, test, plan.label_fractions, plan.seed, model.mean.device
-        )
+        encoder, device = partial(make_encoder, plan), model.mean.device
+        results["supervised"] = evaluate_supervised(encoder, train, test, plan.label_fractions, plan.seed, device)
     return results

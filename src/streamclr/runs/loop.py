@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, closing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamclr.base.errors import LostRank, NotFinite, UserError
 from streamclr.base.progress import Progress, say
@@ -14,7 +15,9 @@ from streamclr.labelling.candidates import open_candidates
 from streamclr.learner import Learner, Step
 from streamclr.models.versions import Versions
 from streamclr.records.checkpoints import Pace
+from streamclr.records.directory import RunDirectory
 from streamclr.records.journal import Journal
+from streamclr.records.plan import RunPlan
 from streamclr.runs.challenger import Challenger, labels_at_hand
 from streamclr.runs.evaluation import curve_point
 from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
@@ -22,11 +25,7 @@ from streamclr.runs.service import Notifier
 from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Server, Window, memory
 from streamclr.runs.stop import StopSignal
-
-if TYPE_CHECKING:
-    from streamclr.records.directory import RunDirectory
-    from streamclr.records.plan import RunPlan
-    from streamclr.streams.stream import Stream
+from streamclr.streams.stream import Stream
 
 MOST_IN_A_ROW = 3  # steps that are undone, or returns to one checkpoint, before the run stops
 COLLAPSED, N_COLLAPSED = 1e-3, 20  # a spread below this in so many steps in a row is told
@@ -35,24 +34,29 @@ TELL_EVERY = 60.0  # seconds between two events on rejected frames
 HERE, COMING, AWAITED, ENDED = range(4)  # `COMING` for certain, as that of a recording
 
 
-def learn_stream(config: "RunPlan", learner: Learner, stream: "Stream", directory: "RunDirectory") -> float:
+def learn_stream(config: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory) -> float:
     """Every segment of the stream goes to the learner, every step into the journal. Returns the seconds of learning.
 
     It goes on from the last checkpoint of the directory, if there is one; the steps after that are redone. So it does
     when the learner's own numbers are no longer finite.
     """
-    n_returns: dict[int, int] = {}
+    n_returns: Counter[int] = Counter()  # by step
     with StopSignal(learner.ranks.n > 1) as asked:
         while True:
+            loop = Loop(config, learner, stream, directory, asked)
             try:
-                return Loop(config, learner, stream, directory, asked).run()
+                return loop.run()
+            except LostRank as error:
+                # A rank may be lost while the others agree on a checkpoint, and not all of them hear of it.
+                after = f"goes on after step {loop.saved} or a later one" if loop.saved else "has no checkpoint yet"
+                raise LostRank(f"{error}: start it again with the same command, it {after}") from None
             except Damaged as error:
                 last = directory.latest(learner.ranks)
                 with learner.ranks.together():
                     if last is None:
                         raise UserError(f"{error}, and there is no checkpoint to go back to") from None
                     number = last[0]
-                    n_returns[number] = n_returns.get(number, 0) + 1
+                    n_returns[number] += 1
                     if n_returns[number] == MOST_IN_A_ROW:
                         often = f"{MOST_IN_A_ROW} times after step {number}"
                         raise UserError(f"{error}, {often}: the run stops there") from None
@@ -68,9 +72,7 @@ class Damaged(Exception):
 class Loop:
     """One go at a run, from its last checkpoint on."""
 
-    def __init__(
-        self, config: "RunPlan", learner: Learner, stream: "Stream", directory: "RunDirectory", asked: "StopSignal"
-    ):
+    def __init__(self, config: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory, asked: StopSignal):
         self.asked = asked
         self.served = Versions(directory, self._tell) if config.predict else None
         if self.served is not None:
@@ -88,14 +90,6 @@ class Loop:
         self.window = Window(directory, learner, stream)
 
     def run(self) -> float:
-        try:
-            return self._run()
-        except LostRank as error:
-            # A rank may be lost while the others agree on a checkpoint, and not all of them hear of it.
-            after = f"goes on after step {self.saved} or a later one" if self.saved else "has no checkpoint yet"
-            raise LostRank(f"{error}: start it again with the same command, it {after}") from None
-
-    def _run(self) -> float:
         config, stream = self.config, self.stream
         self.seconds = self.directory.restore(self.learner, stream)
         self.saved = self.learner.n_steps
@@ -114,8 +108,8 @@ class Loop:
             minutes, steps, is_first = config.checkpoint_minutes, config.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
             every = 10 if config.images else 600  # seconds: a run for weeks has a log for weeks
-            what = f"learning ({config.policy})"
-            bar = stack.enter_context(Progress(what, config.images, every, quiet=not is_first))
+            progress = Progress(f"learning ({config.policy})", config.images, every, quiet=not is_first)
+            bar = stack.enter_context(progress)
             bar.advance(stream.position)
             if self.served is not None:
                 self.served.look()
@@ -142,15 +136,13 @@ class Loop:
             self.notifier.stopping()
             with suppress(OSError, UserError):  # what the dashboard of a stopped run shows
                 self.directory.save_buffer(self.learner, self.stream)
-            how = (
-                f"streamclr run with the same options and --out {self.directory.path} goes on" if saved else "not saved"
-            )
-            raise self.asked.stopped(self.ranks, f"stopped after step {self.learner.n_steps}: {how}")
+            again = f"streamclr run with the same options and --out {self.directory.path} goes on"
+            message = f"stopped after step {self.learner.n_steps}: {again if saved else 'not saved'}"
+            raise self.asked.stopped(self.ranks, message)
         return self.seconds
 
     def _segments(self) -> Generator[Any]:
-        """Those of the stream, as long as every rank has a whole one; the last of a process that is alone may be
-        smaller."""
+        """Those of the stream, as long as every rank has a whole one; without other ranks the last may be smaller."""
         size = self.config.segment
         with closing(self.stream.segments(size, until=self.config.images, idle=self._wait)) as segments:
             for images in segments:
@@ -215,14 +207,14 @@ class Loop:
             try:
                 self.candidates.offer(images, self.learner.buffer.n_seen - len(images))
             except OSError as error:
-                self.directory.tell(f"the label queue cannot be written ({error.strerror})", step=self.learner.n_steps)
+                self._tell(f"the label queue cannot be written ({error.strerror})")
                 self.candidates = None
 
     def _undone(self, why: str, n_images: int) -> None:
         self.n_undone += 1
         self.n_undone_in_a_row += 1
         self.stream.pass_over(n_images, "undone")
-        self.directory.tell(f"step undone: {why}", step=self.learner.n_steps)
+        self._tell(f"step undone: {why}")
         if not self.learner.is_finite():
             raise Damaged(why)
         with self.ranks.together():
@@ -233,7 +225,7 @@ class Loop:
         """What somebody who looks after the device should know."""
         self.n_collapsed = self.n_collapsed + 1 if step.spread < COLLAPSED else 0
         if self.n_collapsed == N_COLLAPSED:
-            self.directory.tell(f"collapse: all projections are alike (spread {step.spread:.1g})", step=step.number)
+            self._tell(f"collapse: all projections are alike (spread {step.spread:.1g})")
         self._tell_of_the_stream()
         self.notifier.alive(str(step))
         if self.metrics:
@@ -257,11 +249,11 @@ class Loop:
     def _tell_of_the_stream(self, now: bool = False) -> None:
         """Connections that were lost, at once; rejected frames now and then, not one by one."""
         for source, event in self.stream.take_events():
-            self.directory.tell(f"{source}: {event}", step=self.learner.n_steps)
+            self._tell(f"{source}: {event}")
         account = self.stream.account
         if account.rejected.total() > self.n_told and (now or time.monotonic() - self.told > TELL_EVERY):
             self.n_told, self.told = account.rejected.total(), time.monotonic()
-            self.directory.tell(str(account), step=self.learner.n_steps)
+            self._tell(str(account))
         if self.metrics:
             connections = self.stream.connections()
             self.metrics.update(

@@ -69,8 +69,8 @@ def of_account(account: Account) -> dict[str, Value]:
 def of_served(about: Mapping[str, Any] | None) -> dict[str, Value]:
     """Values for `Metrics.update` about the classifier in use, if there is one."""
     about = about or {"version": 0, "accuracy": None}
-    accuracy = about["accuracy"]
-    return {"served_version": about["version"], "served_accuracy": math.nan if accuracy is None else accuracy}
+    accuracy = math.nan if about["accuracy"] is None else about["accuracy"]
+    return {"served_version": about["version"], "served_accuracy": accuracy}
 
 
 def of_step(step: Step) -> dict[str, Value]:
@@ -92,7 +92,7 @@ class Metrics:
     def __init__(self, port: int):
         if not 0 <= port <= 65535:
             raise UserError(f"metrics is {port}: use a port from 1 to 65535, or 0 for any free port")
-        self._values: dict[str, float | dict[str, float]] = {}
+        self._values: dict[str, dict[str, float]] = {}  # by name and label value, "" if it has no label
         self._lock = threading.Lock()
         self.update(up=1)
         try:
@@ -111,35 +111,26 @@ class Metrics:
 
         A metric with a label keeps the label values that are not given.
         """
-        for name, value in values.items():
-            if isinstance(value, Mapping) != bool(_LABELS[name]):
-                raise TypeError(f"{name} is {value!r}: give {'a mapping' if _LABELS[name] else 'a number'}")
         with self._lock:
             for name, value in values.items():
-                if isinstance(value, Mapping):
-                    value = {**self._of_label(name), **{redacted(label): n for label, n in value.items()}}
-                self._values[name] = value
-
-    def _of_label(self, name: str) -> dict[str, float]:
-        values = self._values.get(name, {})
-        assert isinstance(values, dict)
-        return values
+                if isinstance(value, Mapping) != bool(_LABELS[name]):
+                    raise TypeError(f"{name} is {value!r}: give {'a mapping' if _LABELS[name] else 'a number'}")
+                given = value if isinstance(value, Mapping) else {"": value}
+                self._values[name] = self._values.get(name, {}) | {redacted(label): n for label, n in given.items()}
 
     def text(self) -> str:
         """The page. Metrics without a value are left out: a 0 before a run resumes would look like a counter reset."""
         with suppress(UserError):  # this system does not report it
             self.update(resident_memory_bytes=resident())
         with self._lock:
-            values = dict(self._values)
+            known = dict(self._values)
         lines = []
         for metric in METRICS:
-            value = values.get(metric.name.removeprefix(PREFIX), {})
-            if value != {}:
+            if values := known.get(metric.name.removeprefix(PREFIX)):
                 lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-            if isinstance(value, dict):
-                lines += [f'{metric.name}{{{metric.label}="{_escaped(k)}"}} {_number(n)}' for k, n in value.items()]
-            else:
-                lines.append(f"{metric.name} {_number(value)}")
+                for label, value in values.items():
+                    labels = f'{{{metric.label}="{_escaped(label)}"}}' if metric.label else ""
+                    lines.append(f"{metric.name}{labels} {_number(value)}")
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:

@@ -34,19 +34,15 @@ details { margin: 1rem 0 }
 """
 
 
-def write_report(
-    directories: Sequence[Path], out: Path, tables: Sequence["Table"] = (), title: str = "StreamCLR"
-) -> Path:
+def write_report(paths: Sequence[Path], out: Path, tables: Sequence[Table] = (), title: str = "StreamCLR") -> Path:
     """Write one page about all the runs; `tables` come first."""
     title = redacted(title)  # it may be a source with a password
-    runs = [(path.name, RunDirectory.existing(path)) for path in directories]
+    runs = [(path.name, RunDirectory.existing(path)) for path in paths]
     if not runs:
         raise UserError("no run to report on: give at least one run directory")
-    parts = [f"<h1>{html.escape(title)}</h1>", *(table.html() for table in tables)]
-    parts.append(results_table(runs).html())
+    parts = [f"<h1>{html.escape(title)}</h1>", *(table.html() for table in [*tables, results_table(runs)])]
     parts.append("<h2>Learning curves</h2>" + curves(runs))
-    for name, run in runs:
-        parts.append(f"<h2>{html.escape(name)}</h2>" + _run_section(run))
+    parts += [f"<h2>{html.escape(name)}</h2>" + _run_section(run) for name, run in runs]
     page = f"<meta name=viewport content='width=device-width'><title>{html.escape(title)}</title><style>{STYLE}</style>"
     text = f"<!doctype html><html lang=en><meta charset=utf-8>{page}{''.join(parts)}</html>\n"
     out.write_text(text, encoding="utf-8", errors="replace")
@@ -70,16 +66,16 @@ def results_table(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
 
 def curves(runs: Sequence[tuple[str, RunDirectory]]) -> str:
     """Curves over images seen: loss, accuracy, replaced and re-scored share, mean score."""
-    panels = {
-        "loss": ("NT-Xent loss", lambda s: s["loss"]),
-        "accuracy": ("kNN accuracy on the test set, %", lambda s: _times(100, s.get("accuracy"))),
-        "replaced": ("images replaced, % of the buffer", lambda s: 100 * s["replaced"] / (s["kept"] + s["replaced"])),
-        "rescored": ("buffer re-scored, %", lambda s: 100 * s["rescored"]),
-        "score": ("mean score in the buffer", lambda s: s["score"]),
-    }
+    panels = (
+        ("NT-Xent loss", lambda s: s["loss"]),
+        ("kNN accuracy on the test set, %", lambda s: 100 * s["accuracy"] if s.get("accuracy") is not None else None),
+        ("images replaced, % of the buffer", lambda s: 100 * s["replaced"] / (s["kept"] + s["replaced"])),
+        ("buffer re-scored, %", lambda s: 100 * s["rescored"]),
+        ("mean score in the buffer", lambda s: s["score"]),
+    )
     journals = [(name, run.steps()) for name, run in runs]
     drawn = []
-    for title, value in panels.values():
+    for title, value in panels:
         series = [(name, [(s["seen"], v) for s in steps if (v := value(s)) is not None]) for name, steps in journals]
         if any(points for _, points in series):
             drawn.append(line_plot(title, series))
@@ -87,14 +83,10 @@ def curves(runs: Sequence[tuple[str, RunDirectory]]) -> str:
 
 
 def _run_section(run: RunDirectory) -> str:
-    config = run.config
-    rows = [[key, str(value)] for key, value in vars(config).items() if value is not None]
-    parts = [f"<details><summary>Configuration</summary>{Table('', ['option', 'value'], rows).html()}</details>"]
-    parts.append(_per_class(run))
-    parts.append(_class_mix(run))
-    if (run.path / "buffer.safetensors").exists():
-        parts.append(_buffer(run))
-    return "".join(parts)
+    rows = [[key, str(value)] for key, value in vars(run.config).items() if value is not None]
+    options = f"<details><summary>Configuration</summary>{Table('', ['option', 'value'], rows).html()}</details>"
+    buffer = _buffer(run) if (run.path / "buffer.safetensors").exists() else ""
+    return options + _per_class(run) + _class_mix(run) + buffer
 
 
 def _per_class(run: RunDirectory) -> str:
@@ -156,7 +148,3 @@ def _data_uri(image: np.ndarray) -> str:
     data = io.BytesIO()
     Image.fromarray(image.transpose(1, 2, 0)).save(data, "PNG")
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
-
-
-def _times(factor: float, value: float | None) -> float | None:
-    return None if value is None else factor * value

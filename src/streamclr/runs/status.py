@@ -6,25 +6,22 @@ import sys
 import time
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import json_line
 from streamclr.compute.memory import resident
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from streamclr.learner import Learner
-    from streamclr.records.directory import RunDirectory
-    from streamclr.streams.stream import Stream
+from streamclr.learner import Learner
+from streamclr.records.directory import RunDirectory
+from streamclr.streams.stream import Stream
 
 WATCHED_SECONDS = 15.0  # a run counts as watched this long after the last look
 STATUS_EVERY, BUFFER_EVERY = 1.0, 3.0  # seconds, at least
 MAX_BUFFER_SHARE = 0.005  # share of the time that may go into writing the buffer
 
 
-def look(path: "Path") -> None:
+def look(path: Path) -> None:
     """Mark the run in this directory as watched."""
     with suppress(OSError):  # a read-only directory shows what was written before
         file = os.open(path / "looked-at", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -34,16 +31,15 @@ def look(path: "Path") -> None:
 
 def memory() -> int | None:
     """Resident bytes of this process; None if the system does not report them."""
-    try:
+    with suppress(UserError):
         return resident()
-    except UserError:
-        return None
+    return None
 
 
 class Window:
     """Writes `status.json` about every second and `buffer.safetensors` less often, while `looked-at` is recent."""
 
-    def __init__(self, directory: "RunDirectory", learner: "Learner", stream: "Stream"):
+    def __init__(self, directory: RunDirectory, learner: Learner, stream: Stream):
         self.directory, self.learner, self.stream = directory, learner, stream
         self._status_due = self._buffer_due = 0.0  # seconds on the monotonic clock
 
@@ -61,10 +57,9 @@ class Window:
                 self._buffer_due = now + max(BUFFER_EVERY, took / MAX_BUFFER_SHARE)
 
     def _looked_at(self) -> bool:
-        try:
+        with suppress(OSError):
             return abs(time.time() - (self.directory.path / "looked-at").stat().st_mtime) < WATCHED_SECONDS
-        except OSError:
-            return False
+        return False
 
     def _write_status(self, facts: dict[str, Any]) -> None:
         status = {
@@ -84,7 +79,7 @@ class Window:
 class Server:
     """The dashboard of a run, in its own process that ends with this one."""
 
-    def __init__(self, path: "Path"):
+    def __init__(self, path: Path):
         check_can_serve()
         command = [sys.executable, "-m", "streamclr", "serve", str(path), "--port", "0", "--until-eof"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)

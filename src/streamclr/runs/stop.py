@@ -29,7 +29,7 @@ class StopSignal:
         return bool(number)
 
     def stopped(self, ranks: OneProcess, message: str) -> Stopped | QuietExit:
-        """To be raised; the first rank speaks for all."""
+        """To be raised; rank 0 alone reports it."""
         return QuietExit(128 + self.signal) if ranks.index else Stopped(self.signal, message)
 
     def _note(self, number: int, _: object) -> None:

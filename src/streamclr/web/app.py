@@ -1,4 +1,4 @@
-"""The pages and their HTTP interface, described in docs/serve.md."""
+"""The pages and their HTTP interface, described in docs/dashboard.md."""
 
 import asyncio
 import sqlite3
@@ -20,18 +20,12 @@ from streamclr.labelling.store import MAX_NAME_LENGTH, Conflict, Missing
 from streamclr.web.site import MAX_CLIENTS, Site
 from streamclr.web.view import shown
 
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-}
+KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 CACHE_FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # the content at such a URL never changes
 
 Run = Annotated[str, InPath(pattern="^[0-9a-f]{16}$", description="id of a run, from /api/runs")]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-Token = Annotated[
-    str, Field(pattern="^[0-9A-Za-z-]{8,64}$", description="id chosen by the client; repeats are ignored")
-]
+Token = Annotated[str, Field(pattern="^[0-9A-Za-z-]{8,64}$", description="chosen by the client; repeats are ignored")]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
@@ -90,23 +84,20 @@ def make_app(site: Site) -> FastAPI:
             raise HTTPException(404, "no such run")
         return run
 
-    def file(name: str) -> Response:
+    @app.get("/static/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
         if name not in static:
             raise HTTPException(404, "no such file")
-        return Response(static[name], media_type=KINDS["." + name.rpartition(".")[2]])
+        return Response(static[name], media_type=KINDS[name.rpartition(".")[2]])
 
     @app.get("/", include_in_schema=False)
     async def dashboard() -> Response:
-        return file("dashboard.html")
+        return await file("dashboard.html")
 
     @app.get("/label/{run}", include_in_schema=False)
     async def label_page(run: str) -> Response:
         site.opened(known(run))
-        return file("label.html")
-
-    @app.get("/static/{name}", include_in_schema=False)
-    async def static_file(name: str) -> Response:
-        return file(name)
+        return await file("label.html")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
@@ -133,7 +124,7 @@ def make_app(site: Site) -> FastAPI:
         return content | {"picture": sheet}
 
     @app.get("/api/runs/{run}/sheets/{version}", response_class=Response)
-    async def sheet(run: Run, version: Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]) -> Response:
+    async def sheet(run: Run, version: Key) -> Response:
         """All pictures of the buffer in one PNG."""
         picture = site.walls[known(run)].sheets.get(version)
         if picture is None:
@@ -146,7 +137,9 @@ def make_app(site: Site) -> FastAPI:
         with asking:
             return site.worker(known(run))
 
-    def state(run: str) -> dict[str, Any]:
+    @app.get("/api/runs/{run}/labels")
+    def labels(run: Run) -> dict[str, Any]:
+        """The next questions, the classes, the progress and the accuracy of the classifier."""
         content = worker(run).asking.state()
         content["message"] = shown(content["message"])
         for task in content["next"]:
@@ -154,13 +147,8 @@ def make_app(site: Site) -> FastAPI:
                 picture["picture"] = f"/api/runs/{run}/pictures/{picture['id']}"
         return content
 
-    @app.get("/api/runs/{run}/labels")
-    def labels(run: Run) -> dict[str, Any]:
-        """The next questions, the classes, the progress and the accuracy of the classifier."""
-        return state(run)
-
     @app.get("/api/runs/{run}/pictures/{key}", response_class=Response)
-    def picture(run: Run, key: Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]) -> Response:
+    def picture(run: Run, key: Key) -> Response:
         """The picture of a question."""
         found = worker(run).asking.labels.picture(key)
         if found is None:
@@ -173,7 +161,7 @@ def make_app(site: Site) -> FastAPI:
         one = worker(run)
         one.asking.labels.answer(sent.request, sent.kind, sent.tasks, sent.class_)
         one.wake()
-        return state(run)
+        return labels(run)
 
     @app.post("/api/runs/{run}/labels/undo")
     def undo(run: Run, sent: UndoSent) -> dict[str, Any]:
@@ -181,36 +169,35 @@ def make_app(site: Site) -> FastAPI:
         one = worker(run)
         one.asking.labels.undo(sent.request, sent.of)
         one.wake()
-        return state(run)
+        return labels(run)
 
     @app.post("/api/runs/{run}/classes")
     def add_class(run: Run, sent: ClassSent) -> dict[str, Any]:
         worker(run).asking.labels.add_class(sent.name, sent.request)
-        return state(run)
+        return labels(run)
 
     @app.put("/api/runs/{run}/classes/{number}")
     def rename_class(run: Run, number: Annotated[int, InPath(ge=1, lt=2**31)], sent: NameSent) -> dict[str, Any]:
         worker(run).asking.labels.rename_class(number, sent.name)
-        return state(run)
+        return labels(run)
 
     # ------------------------------------------------------------------------------------------------------------
 
-    async def refuse(_: Request, error: Exception) -> JSONResponse:
+    @app.exception_handler(UserError)
+    async def refuse(_: Request, error: UserError) -> JSONResponse:
         status = 409 if isinstance(error, Conflict) else 404 if isinstance(error, Missing) else 422
         return JSONResponse({"detail": " ".join(shown(str(error)).split())}, status)
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         """One line without the input, which may not be valid text."""
-        assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         detail = f"{'.'.join(str(part)[:100] for part in first['loc'])}: {first['msg']}"
         return JSONResponse({"detail": " ".join(detail.encode("ascii", "replace").decode().split())}, 422)
 
-    async def no_disk(_: Request, error: Exception) -> JSONResponse:
+    @app.exception_handler(sqlite3.OperationalError)
+    @app.exception_handler(sqlite3.ProgrammingError)  # the store was closed because the run was deleted
+    async def no_disk(_: Request, error: sqlite3.Error) -> JSONResponse:
         return JSONResponse({"detail": f"not saved ({error})"}, 507)
 
-    app.add_exception_handler(UserError, refuse)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(sqlite3.OperationalError, no_disk)
-    app.add_exception_handler(sqlite3.ProgrammingError, no_disk)  # the store was closed because the run was deleted
     return app

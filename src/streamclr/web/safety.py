@@ -11,6 +11,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,8 +35,7 @@ HEADERS = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "cache-control": "no-store",
 }
-METHODS = {"GET", "HEAD", "POST", "PUT"}
-WRITE_METHODS = {"POST", "PUT"}
+READ_METHODS, WRITE_METHODS = {"GET", "HEAD"}, {"POST", "PUT"}
 
 
 class Safe:
@@ -55,51 +55,41 @@ class Safe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
+            return await self.app(scope, receive, send)
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
+            return await send({"type": "websocket.close", "code": 1008})
         headers = Headers(scope=scope)
         location = self._redirect(scope)
-        is_known = location is not None or self._has_token(headers)
-        refused = self._refuses(scope, headers, is_known)
+        refused = self._refuses(scope, headers, location is not None or self._has_token(headers))
         if refused is None and location is not None:
             cookie = f"{self.cookie}={self.token.decode()}; HttpOnly; SameSite=Strict; Path=/"
             response = Response(status_code=303, headers={**HEADERS, "location": location, "set-cookie": cookie})
-            await response(scope, receive, send)
-            return
-        if refused is None and not is_known:
-            refused = 401, "token missing or wrong; open the URL that the server printed at its start"
+            return await response(scope, receive, send)
         if refused is None:
             try:
                 body = await asyncio.wait_for(_body(receive), MAX_BODY_SECONDS)
             except (asyncio.TimeoutError, ValueError):
-                refused = (
-                    413,
-                    f"body too large or slow; send up to {MAX_BODY_BYTES} bytes in {MAX_BODY_SECONDS:.0f} s",
-                )
+                limits = f"{MAX_BODY_BYTES} bytes in {MAX_BODY_SECONDS:.0f} s"
+                refused = 413, f"body too large or slow; send up to {limits}"
             except ConnectionError:
                 return
-        if refused is not None:
-            status, detail = refused
-            await JSONResponse({"detail": detail}, status, HEADERS)(scope, receive, send)
-            return
-        await self.app(scope, _replay(body, receive), _with_headers(send))
+            else:
+                return await self.app(scope, _replay(body, receive), _with_headers(send))
+        status, detail = refused
+        await JSONResponse({"detail": detail}, status, HEADERS)(scope, receive, send)
 
     def _refuses(self, scope: Scope, headers: Headers, is_known: bool) -> tuple[int, str] | None:
         address = (scope.get("client") or ("",))[0]
         # Counted apart: a foreign page in the same browser must not use up the owner's requests.
         if not self.limits.allow(f"{address} with the token" if is_known else address):
             return 429, "too many requests; wait a second"
-        if scope["method"] not in METHODS:
+        if scope["method"] not in READ_METHODS | WRITE_METHODS:
             return 405, f"method {scope['method'][:20]} not allowed; use GET, HEAD, POST or PUT"
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or not self._is_own_host(hosts[0]):
             return 421, "Host header not allowed; see --allow-host"
-        if len(origins) > 1 or any(not self._is_own_origin(origin, hosts[0]) for origin in origins):
-            return 403, "request from another site refused"
-        if any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
+        is_own = len(origins) <= 1 and all(origin.lower() == f"http://{hosts[0].lower()}" for origin in origins)
+        if not is_own or any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
             return 403, "request from another site refused"
         if scope["method"] in WRITE_METHODS:
             if not origins and not _bearer(headers):
@@ -110,17 +100,13 @@ class Safe:
         lengths = headers.getlist("content-length")
         if any(not length.isdecimal() or int(length[:20]) > MAX_BODY_BYTES for length in lengths):
             return 413, f"request too large; send at most {MAX_BODY_BYTES} bytes"
-        return None
+        return None if is_known else (401, "token missing or wrong; open the URL that the server printed at its start")
 
     def _is_own_host(self, host: str) -> bool:
         name, port = split_host(host)
         if name is None or port not in (None, self.port):
             return False
-        return name in self.hosts or ("*" in self.hosts and _is_address(name))
-
-    def _is_own_origin(self, origin: str, host: str) -> bool:
-        """Whether it has the scheme, name and port of this request."""
-        return origin.lower() == f"http://{host.lower()}"
+        return name in self.hosts or ("*" in self.hosts and ip_of(name.strip("[]")) is not None)
 
     def _redirect(self, scope: Scope) -> str | None:
         """The same URL without the token, if a valid token is in it."""
@@ -153,28 +139,23 @@ _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 def split_host(host: str) -> tuple[str | None, int | None]:
     """Name and port of `name:port` or `[address]:port`, in lower case; None as the name if it is malformed."""
     found = _HOST.fullmatch(host.lower())
-    if found is None:
-        return None, None
-    name, port = found.groups()
-    return name, None if port is None else int(port)
+    name, port = found.groups() if found else (None, None)
+    return name, int(port) if port else None
 
 
 def own_names(address: str) -> set[str]:
     """Allowed Host names of a server that listens on this address."""
-    names = {"127.0.0.1", "localhost", "[::1]"}
-    try:
-        ip = ipaddress.ip_address(address)
-    except ValueError:
+    names, ip = {"127.0.0.1", "localhost", "[::1]"}, ip_of(address)
+    if ip is None:
         return names | {address.lower()}
     return names | {"*" if ip.is_unspecified else f"[{ip}]" if ip.version == 6 else str(ip)}
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
+def ip_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The numeric address; None of a name that needs DNS."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(name)
+    return None
 
 
 class Limits:
@@ -214,14 +195,10 @@ async def _body(receive: Receive) -> bytes:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Gives the body, then passes on what follows, such as a disconnect."""
-    given = False
+    first = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def read() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return next(first, None) or await receive()
 
     return read
 
@@ -229,9 +206,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _with_headers(send: Send) -> Send:
     async def write(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
-                headers.setdefault(name, value)
+                MutableHeaders(scope=message).setdefault(name, value)
         await send(message)
 
     return write

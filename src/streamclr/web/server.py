@@ -7,7 +7,6 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -42,24 +41,27 @@ def serve(config: ServeOptions, page: str = "/") -> None:
 
     from streamclr.web.app import make_app
     from streamclr.web.connection import MAX_IDLE_SECONDS, Connection
-    from streamclr.web.safety import Safe, own_names, split_host
+    from streamclr.web.safety import Safe, ip_of, own_names, split_host
     from streamclr.web.site import Site, run_id
 
     site = Site([Path(run) for run in config.runs])
     listening = _listen(config.host, config.port)
     port = listening.getsockname()[1]
     hosts = own_names(config.host)
-    for name in (config.allow_host or "").split(","):
-        if name.strip():
-            if split_host(name.strip()) != (name.strip().lower(), None):
-                raise UserError(f"--allow-host has {name.strip()!r}: give names such as camera.local, without a port")
-            hosts.add(name.strip())
+    for name in filter(None, map(str.strip, (config.allow_host or "").split(","))):
+        if split_host(name) != (name.lower(), None):
+            raise UserError(f"--allow-host has {name!r}: give names such as camera.local, without a port")
+        hosts.add(name)
     token = secrets.token_urlsafe(32)  # 256 bits
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             site.let_go()  # or uvicorn would wait for the clients of /api/live
             await super().shutdown(sockets)
+
+    def stop_at_end_of_input() -> None:
+        sys.stdin.buffer.read()
+        server.should_exit = True
 
     server = Server(
         uvicorn.Config(
@@ -81,13 +83,12 @@ def serve(config: ServeOptions, page: str = "/") -> None:
         os.nice(10)  # a learner on this machine has priority
     torch.set_num_threads(1)
     if config.until_eof:
-        threading.Thread(target=_stop_at_end_of_input, args=[server], daemon=True).start()
-    shown = (
-        "127.0.0.1" if config.host in ("0.0.0.0", "::") else f"[{config.host}]" if ":" in config.host else config.host
-    )
+        threading.Thread(target=stop_at_end_of_input, daemon=True).start()
+    ip = ip_of(config.host)
+    shown = "127.0.0.1" if ip and ip.is_unspecified else f"[{config.host}]" if ":" in config.host else config.host
     where = page.format(run=run_id(Path(config.runs[0])))
     print(f"open http://{shown}:{port}{where}?token={token}", flush=True)
-    if not _is_loopback(config.host):
+    if not ip.is_loopback if ip else config.host.lower() != "localhost":
         say(
             f"streamclr: {config.host} is reachable from other machines: whoever has this URL can see and label the "
             "images, and the connection is not encrypted"
@@ -111,15 +112,3 @@ def _listen(host: str, port: int) -> socket.socket:
     except UnicodeError:  # not a valid host name
         raise UserError(f"host is {host!r}: use an address such as 127.0.0.1") from None
     return listening
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _stop_at_end_of_input(server: "object") -> None:
-    sys.stdin.buffer.read()
-    server.should_exit = True  # type: ignore[attr-defined]

@@ -32,8 +32,7 @@ class Site:
         self.walls: dict[str, Wall] = {}
         self._workers: dict[str, Worker] = {}
         self._clients: set[asyncio.Queue[str | None]] = set()
-        self._broken: set[Path] = set()
-        self._failed: set[str] = set()  # runs with a read error that was reported
+        self._said: set[tuple[Path, str]] = set()  # read errors that were reported, by run and consequence
         self._replaced: set[str] = set()  # runs whose directory now has another run in it
         self._statuses: dict[str, str] = {}  # the last status sent for each run
         for path in paths:
@@ -54,9 +53,7 @@ class Site:
                     view.update()
                     wall.update()
                 except READ_ERRORS as error:  # or not written yet; tried again later
-                    if path not in self._broken:
-                        self._broken.add(path)
-                        say(f"streamclr: cannot read {shown(path.name)}, left out: {shown(str(error))}")
+                    self._say_once(path, "left out", error)
                     continue
                 self.views[number], self.walls[number] = view, wall
                 if known is not None:  # it was deleted and another run took its place
@@ -94,14 +91,16 @@ class Site:
                         self._tell(message)
             await asyncio.sleep(READ_EVERY)
 
+    def _say_once(self, path: Path, consequence: str, error: Exception) -> None:
+        if (path, consequence) not in self._said:
+            self._said.add((path, consequence))
+            say(f"streamclr: cannot read {shown(path.name)}, {consequence}: {shown(str(error))}")
+
     def _news(self, run: str) -> list[str]:
-        view, wall = self.views[run], self.walls[run]
         try:
-            return self._changes(run, view, wall)
+            return self._changes(run, self.views[run], self.walls[run])
         except READ_ERRORS as error:  # the disk is gone, for example: show the last state
-            if run not in self._failed:
-                self._failed.add(run)
-                say(f"streamclr: cannot read {shown(view.name)}, its last state is shown: {shown(str(error))}")
+            self._say_once(self.views[run].path, "its last state is shown", error)
             return []
 
     def _changes(self, run: str, view: RunView, wall: Wall) -> list[str]:
@@ -144,13 +143,11 @@ class Site:
     async def listen(self) -> AsyncIterator[str]:
         """The messages for one client, beginning with the history of all runs."""
         client: asyncio.Queue[str | None] = asyncio.Queue()
-        begin = []
         for run, view in list(self.views.items()):
-            begin += [self._history(run), _message("status", {"run": run, **view.status()})]
+            client.put_nowait(self._history(run))
+            client.put_nowait(_message("status", {"run": run, **view.status()}))
         self._clients.add(client)
         try:
-            for first in begin:
-                yield first
             while True:
                 try:
                     message = await asyncio.wait_for(client.get(), KEEP_ALIVE_SECONDS)

@@ -5,11 +5,13 @@ import math
 import os
 import time
 from collections import deque
-from itertools import islice
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from streamclr.base.errors import UserError
+from streamclr.base.files import read_json
 from streamclr.base.options import redacted, split
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.loop import COLLAPSED, N_COLLAPSED
@@ -57,7 +59,7 @@ class JournalTail:
             lines = (self._rest + file.read(size - self._offset)).split(b"\n")
         self._offset, self._rest = size, lines.pop()
         new += [point for line in lines if (point := self._point(line))]
-        return anew, new[:: -(-len(new) // MAX_POINTS)] if new else []
+        return anew, thinned(new)
 
     def _sample(self, file: Any, size: int) -> list[Point]:
         """Lines at even distances, up to the last part, which is read in full."""
@@ -114,8 +116,8 @@ class RunView:
     def __init__(self, path: Path):
         self.directory = RunDirectory.existing(path)
         self.path = self.directory.path.resolve()
-        self._identity = self._identify()
         self.name = self.path.name
+        self._identity = self._identify()
         self.config = self.directory.config
         self.journal = JournalTail(self.path / "journal.jsonl")
         self.events: deque[dict[str, Any]] = deque(maxlen=20)
@@ -129,10 +131,9 @@ class RunView:
 
     def is_another(self) -> bool:
         """Whether the directory now has another run in it."""
-        try:
+        with suppress(OSError):
             return self._identify() != self._identity
-        except OSError:
-            return False
+        return False
 
     def about(self) -> dict[str, Any]:
         return {
@@ -154,13 +155,11 @@ class RunView:
     def _find_state(self) -> str:
         if (self.path / "results.json").exists():
             return "finished"
-        try:
-            if not self.directory.is_learning:
-                return "stopped"
-        except OSError:
-            return "stopped"
-        last = self.journal.last.get("time")
-        return "waiting" if last is None or time.time() - last > WAITING_SECONDS else "learning"
+        with suppress(OSError):
+            if self.directory.is_learning:
+                last = self.journal.last.get("time")
+                return "waiting" if last is None or time.time() - last > WAITING_SECONDS else "learning"
+        return "stopped"
 
     def _read_events(self) -> None:
         try:
@@ -173,11 +172,9 @@ class RunView:
         except OSError:
             return
         for line in lines[:-1]:
-            try:
+            with suppress(ValueError, KeyError, TypeError):  # damaged, or cut off at the start
                 event = json.loads(line)
                 self.events.append({"time": event["time"], "step": event["step"], "event": shown(event["event"])})
-            except (ValueError, KeyError, TypeError):
-                continue  # damaged, or cut off at the start
 
     def status(self) -> dict[str, Any]:
         last, written = self.journal.last, self._status
@@ -186,13 +183,12 @@ class RunView:
         if self.state == "finished":
             results = _json(self.path / "results.json")
             account, seen = results.get("account", account), results.get("images", seen)
-        rate = self.journal.recent[-1]["rate"] if self.journal.recent and self.state == "learning" else None
         return {
             "state": self.state,
             "step": last.get("number", 0),
             "seen": seen,
             "images": self.config.images,
-            "rate": rate,
+            "rate": self.journal.recent[-1]["rate"] if self.journal.recent and self.state == "learning" else None,
             "memory": last.get("memory") if alive else None,
             "account": account,
             "kept_out": last.get("kept_out"),
@@ -204,14 +200,12 @@ class RunView:
 
     def _health(self) -> list[dict[str, Any]]:
         """Checks of the run, each with a verdict: collapse, drift, disk, numbers, sources."""
-        recent = list(self.journal.recent)
-        found = []
+        found, recent = [], list(self.journal.recent)
         spreads = [p["spread"] for p in recent[-N_COLLAPSED:] if p["spread"] is not None]
         if spreads:
             collapsed = len(spreads) == N_COLLAPSED and max(spreads) < COLLAPSED
-            text = (
-                "collapsed, all projections are alike: lower the learning rate" if collapsed else "projections differ"
-            )
+            alike = "collapsed, all projections are alike: lower the learning rate"
+            text = alike if collapsed else "projections differ"
             found.append(_item("collapse", not collapsed, f"{text} (spread {spreads[-1]:.2g})"))
         found.append(self._drift(recent))
         if failures := self._status.get("checkpoint_failures"):
@@ -257,7 +251,7 @@ def columns(points: list[Point]) -> dict[str, list[float | None]]:
 
 
 def thinned(points: list[Point]) -> list[Point]:
-    return list(islice(points, 0, None, max(1, -(-len(points) // MAX_POINTS))))
+    return points[:: max(1, -(-len(points) // MAX_POINTS))]
 
 
 def _item(what: str, ok: bool, text: str) -> dict[str, Any]:
@@ -265,11 +259,10 @@ def _item(what: str, ok: bool, text: str) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(UserError):
+        content = read_json(path)
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def find_runs(paths: list[Path]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import secrets
 from pathlib import Path
 from typing import Any
@@ -53,40 +54,24 @@ class Wall:
         return True
 
     def _show(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-        images, left = tensors["images"][:MAX_PICTURES], tensors.get("left_images", tensors["images"][:0])
-        scores, ages, arrivals = (tensors[name][:MAX_PICTURES] for name in ("scores", "ages", "arrivals"))
-        points: list[tuple[float | None, float | None]] = [(None, None)] * len(images)
-        if "features" in tensors:
-            points = [*self._map(tensors["features"][:MAX_PICTURES])]
+        images, scores = tensors["images"][:MAX_PICTURES], tensors["scores"][:MAX_PICTURES]
+        left = tensors.get("left_images", images[:0])
         lowest = float(scores.min()) if len(scores) and not bool(scores.isnan().any()) else None
-        cells = [
-            {"arrival": arrival, "score": _number(score), "age": age, "entered": age == 0, "x": x, "y": y}
-            for arrival, score, age, (x, y) in zip(
-                arrivals.tolist(), scores.tolist(), ages.tolist(), points, strict=True
-            )
-        ]
-        gone = (
-            [
-                {"cell": len(images) + i, "arrival": arrival, "score": _number(score), "age": age}
-                | {"why": self._why(_number(score), lowest, about.get("guards", {}).get(str(arrival)))}
-                for i, (arrival, score, age) in enumerate(
-                    zip(
-                        *(tensors[f"left_{name}"][:MAX_PICTURES].tolist() for name in ("arrivals", "scores", "ages")),
-                        strict=True,
-                    )
-                )
-            ]
-            if "left_scores" in tensors
-            else []
-        )
-        sheet, cell = make_sheet(torch.cat([images, left[:MAX_PICTURES]]))
+        cells = _cells(tensors)
+        for cell, (x, y) in zip(cells, self._map(tensors.get("features"), len(images)), strict=True):
+            cell |= {"entered": cell["age"] == 0, "x": x, "y": y}
+        gone = _cells(tensors, "left_") if "left_scores" in tensors else []
+        for i, cell in enumerate(gone):
+            why = self._why(cell["score"], lowest, about.get("guards", {}).get(str(cell["arrival"])))
+            cell |= {"cell": len(images) + i, "why": why}
+        sheet, side = make_sheet(torch.cat([images, left[:MAX_PICTURES]]))
         self.version = secrets.token_hex(16)
         self.sheets = dict([*self.sheets.items(), (self.version, sheet)][-2:])
         self.content = {
             "version": self.version,
             "step": about.get("step"),
             "columns": COLUMNS,
-            "cell": cell,
+            "cell": side,
             "n": len(cells) + len(gone),
             "policy": self.policy,
             "lowest": lowest,
@@ -103,8 +88,11 @@ class Wall:
             return "the policy preferred other images"
         return f"score {score:.3f}; lowest score kept {lowest:.3f}"
 
-    def _map(self, features: Tensor) -> list[tuple[float, float]]:
+    def _map(self, features: Tensor | None, n: int) -> list[tuple[float, float]] | list[tuple[None, None]]:
         """The first two principal components, rotated to match the last map so that points do not jump."""
+        if features is None:
+            return [(None, None)] * n
+        features = features[:MAX_PICTURES]
         centred = features.double() - features.double().mean(0)
         if len(features) < 3 or not bool(centred.any()):
             return [(0.0, 0.0)] * len(features)
@@ -147,5 +135,9 @@ def make_sheet(images: Tensor) -> tuple[bytes, int]:
     return data.getvalue(), side
 
 
-def _number(value: float) -> float | None:
-    return round(value, 5) if value == value else None
+def _cells(tensors: dict[str, Tensor], prefix: str = "") -> list[dict[str, Any]]:
+    columns = (tensors[prefix + name][:MAX_PICTURES].tolist() for name in ("arrivals", "scores", "ages"))
+    return [
+        {"arrival": arrival, "score": None if math.isnan(score) else round(score, 5), "age": age}
+        for arrival, score, age in zip(*columns, strict=True)
+    ]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamclr.base.numbers import evenly_spaced
 from streamclr.base.progress import Progress
-from streamclr.base.statistics import spread
+from streamclr.base.statistics import evenly_spaced, spread
 from streamclr.base.table import Table
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.findings import Findings, lines, share_of_gap, signed

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamclr.base.numbers import evenly_spaced
-from streamclr.base.statistics import spread
+from streamclr.base.statistics import evenly_spaced, spread
 from streamclr.base.table import Table
 from streamclr.encoders.inference import infer, infer_views
 from streamclr.encoders.projection import ContrastiveModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from streamclr.base.numbers import evenly_spaced
+from streamclr.base.statistics import evenly_spaced
 from streamclr.views import StrongViews, flip
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from streamclr.base.cache import cache_dir as data_dir
-from streamclr.base.machine import cpu_name, read_text
+from streamclr.base.machine import cache_dir, cpu_name, read_text
 from streamclr.streams.datasets.registry import DATASETS, is_at, is_cached
 
 EXTRAS = {"video": "av"}  # as pip calls them, and the package that each brings
@@ -41,7 +40,7 @@ class Machine:
     @classmethod
     def here(cls, run_directory: Path, root: Path = Path("/")) -> "Machine":
         """root: of the system's own files; tests make up theirs."""
-        memory, limit = _meminfo(root), _least_number(root, "memory", ("memory.max", "memory.limit_in_bytes"))
+        memory, limit = _meminfo(root), _memory_limit(root)
         total = memory.get("MemTotal")
         place = next(path for path in (run_directory, *run_directory.absolute().parents) if path.is_dir())
         return cls(
@@ -58,7 +57,7 @@ class Machine:
             n_threads=torch.get_num_threads(),
             extras={extra: _version(package) for extra, package in EXTRAS.items()},
             cameras=_cameras(root),
-            datasets=[name for name in DATASETS if is_cached(name) or is_at(name, data_dir())],
+            datasets=[name for name in DATASETS if is_cached(name) or is_at(name, cache_dir())],
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -95,10 +94,8 @@ def _affinity() -> int:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    return {
-        name: 1024 * int(n)
-        for name, n in re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo"), re.MULTILINE)
-    }
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", read_text(root / "proc/meminfo"), re.MULTILINE)
+    return {name: 1024 * int(n) for name, n in found}
 
 
 def _cpu_quota(root: Path) -> float:
@@ -112,8 +109,9 @@ def _cpu_quota(root: Path) -> float:
     return min(quotas)
 
 
-def _least_number(root: Path, controller: str, files: tuple[str, ...]) -> float:
-    found = [read_text(group / file).strip() for group in _cgroups(root, controller) for file in files]
+def _memory_limit(root: Path) -> float:
+    files = ("memory.max", "memory.limit_in_bytes")  # of versions 2 and 1
+    found = [read_text(group / file).strip() for group in _cgroups(root, "memory") for file in files]
     return min([float(text) for text in found if text.isdecimal()], default=math.inf)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from streamclr.base.cache import cache_dir
 from streamclr.base.errors import UserError
+from streamclr.base.machine import cache_dir
 from streamclr.base.options import checked_size, one_of
 from streamclr.base.progress import Progress
 from streamclr.streams.datasets.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
