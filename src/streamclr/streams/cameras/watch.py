@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from streamclr.streams.names import SUFFIXES, natural_key
+from streamclr.streams.frame import SUFFIXES, natural_key
 
 POLL_SECONDS = 0.2
 

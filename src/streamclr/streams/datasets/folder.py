@@ -10,8 +10,7 @@ import numpy as np
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_size
 from streamclr.streams.datasets.images import DatasetSource
-from streamclr.streams.frame import BadFrame, decode, dimensions
-from streamclr.streams.names import SUFFIXES, natural_key
+from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key
 
 
 class FileImages:
