@@ -30,10 +30,8 @@ ROLLBACK_CHECK_SECONDS = 1.0  # between two looks for another version to serve
 def check_can_predict(stream: Stream) -> None:
     """An error if sources that wait are mixed with sources that drop: a resumed run could not number their frames."""
     if stream.overload == "mixed":
-        raise UserError(
-            "--predict takes sources that all wait for the learner, or all do not: give the same overload, wait or "
-            "drop, to all of them"
-        )
+        how = "give the same overload, wait or drop, to all of them"
+        raise UserError(f"--predict takes sources that all wait for the learner, or all do not: {how}")
 
 
 @dataclass
@@ -90,8 +88,7 @@ class PredictingStream(Stream):
         self._state, self.position = self.stream.state_dict(), self.stream.position
         self.account = Account.of(self._state["account"])
 
-    # ------------------------------------------------------------------------------------------------------------
-    # In the learner's thread
+    # In the learner's thread:
 
     def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
         self._start(n, until, arrived)
@@ -157,9 +154,7 @@ class PredictingStream(Stream):
         torch.set_num_threads(torch.get_num_threads())  # for new threads, which would inherit the reader's number
         if self._drops:
             for part in self._ready:
-                part.account.pass_over(len(part.images), "learner stopped")
-                self._state = part.state
-                self.account.add(part.account)
+                self._handed_out(part, self.position)
         assert self._predictions is not None
         with suppress(OSError):  # a full disk, which was reported already
             self._predictions.sync()
@@ -168,8 +163,7 @@ class PredictingStream(Stream):
         cut(self.path, self.account.classifiable)
         self.stream.load_state_dict(self.state_dict())
 
-    # ------------------------------------------------------------------------------------------------------------
-    # In the reader's thread
+    # In the reader's thread:
 
     def _read(self, n: int, until: int | None, arrived: Arrived | None) -> None:
         torch.set_num_threads(1)  # of this thread
@@ -204,8 +198,7 @@ class PredictingStream(Stream):
             self._rollback_check_due = time.monotonic() + ROLLBACK_CHECK_SECONDS
         version = self.served.current
         common: dict[str, Any] = {"version": None if version is None else version.number, "time": round(time.time(), 3)}
-        if source is not None:
-            common["source"] = source
+        common |= {} if source is None else {"source": source}
         guesses: list[tuple[str | None, float | None]] = [(None, None)] * len(images)
         if version is not None:
             probabilities, labels = version.probabilities(images).max(1)

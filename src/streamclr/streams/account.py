@@ -40,11 +40,8 @@ class Account:
         return taken
 
     def add(self, other: "Account") -> None:
-        self.received += other.received
-        self.learned += other.learned
-        self.passed += other.passed
-        self.rejected += other.rejected
-        self.predicted += other.predicted
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self) | {"passed": dict(self.passed), "rejected": dict(self.rejected)}

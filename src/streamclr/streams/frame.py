@@ -20,15 +20,8 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 
 from streamclr.base.errors import UserError
 
-REASONS = (
-    "unreadable",  # no such file, or the disk fails
-    "empty",
-    "not an image",
-    "too large",
-    "truncated",
-    "damaged",
-    "pixels without a range",
-)
+# "unreadable": there is no such file, or the disk fails.
+REASONS = ("unreadable", "empty", "not an image", "too large", "truncated", "damaged", "pixels without a range")
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # The most pixels per byte: of a black picture, in the densest variant of the format.

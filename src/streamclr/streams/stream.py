@@ -14,8 +14,8 @@ from torch import Tensor
 from streamclr.base.errors import UserError
 from streamclr.streams.account import Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
-from streamclr.streams.datasets.images import Images, readable
-from streamclr.streams.spec import Source, open_source
+from streamclr.streams.datasets.images import Images, Source, readable
+from streamclr.streams.spec import open_source
 
 # Called with images, n x 3 x H x W, and the name of their camera (None if there is only one).
 Arrived = Callable[[Tensor, str | None], None]
@@ -145,7 +145,7 @@ class DatasetStream(Stream):
         self._skipped = list(state.get("skipped", []))
 
 
-class Shard:
+class Shard(Source):
     """The segments number index, index + n, index + 2n, … of a source.
 
     Together, n ranks see in each step what one process with segments of n times the size would see. Images are numbered

@@ -153,8 +153,7 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
         ask = json.loads(line)
         answer, frames = capture.fetch(ask["frames"], ask["seconds"])
         answers.write(json.dumps(answer).encode() + b"\n")
-        for frame in frames:
-            answers.write(frame.tobytes())
+        answers.writelines(frame.tobytes() for frame in frames)
         answers.flush()
 
 

@@ -65,11 +65,9 @@ class Feed:
 
     def open(self, mark: Any) -> Iterator[Raw]:
         """Frames after a mark, until the source ends; raises one of CONNECTION_ERRORS if it is lost."""
-        if self.kind == "camera":
-            return (Raw(frame) for frame, _ in video.frames(self.where, timeout=self.timeout, format="v4l2"))
-        if self.kind == "rtsp":  # over TCP: over UDP a lost packet smears frames
-            how = {"rtsp_transport": "tcp"}
-            return (Raw(frame) for frame, _ in video.frames(self.where, timeout=self.timeout, options=how))
+        if self.kind in ("camera", "rtsp"):  # RTSP over TCP: over UDP a lost packet smears frames
+            how: Any = {"format": "v4l2"} if self.kind == "camera" else {"options": {"rtsp_transport": "tcp"}}
+            return (Raw(frame) for frame, _ in video.frames(self.where, timeout=self.timeout, **how))
         if self.kind == "http":
             return (Raw(partial(decode, frame)) for frame in mjpeg(self.where, self.timeout))
         if self.kind == "stdin":

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from streamclr.base.errors import UserError
 from streamclr.streams.frame import BadFrame, square
-
-if TYPE_CHECKING:
-    import av
 
 try:
     import av
