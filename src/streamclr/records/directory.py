@@ -112,21 +112,19 @@ class RunDirectory:
     def restore(self, learner: Learner, stream: Stream) -> float:
         """Bring learner, stream and journal to the last checkpoint that is whole. Returns the seconds of learning."""
         found, journal = self.latest(learner.ranks), self.path / "journal.jsonl"
+        self.checkpoints.drop_after(found[0] if found else 0)
         if found is None:
-            self.checkpoints.drop_after(0)
             (self.path / "candidates.bin").unlink(missing_ok=True)
             if journal.exists() and journal.stat().st_size:
                 self.say(f"no whole checkpoint in {self.path}: the run begins anew")
                 os.truncate(journal, 0)
             return 0.0
         number, state = found
-        self.checkpoints.drop_after(number)
         if journal.exists() and journal.stat().st_size >= state["journal_bytes"]:
             os.truncate(journal, state["journal_bytes"])
         else:  # somebody cut or removed it: what was learned does not depend on it
-            self.say(
-                f"streamclr: {journal} is shorter than when step {number} was saved: it goes on with what is there"
-            )
+            shorter = f"{journal} is shorter than when step {number} was saved"
+            self.say(f"streamclr: {shorter}: it goes on with what is there")
         learner.load_state_dict(state["learner"])
         stream.load_state_dict(state["stream"])
         self.say(f"going on after step {number}, image {stream.position:,}")
@@ -135,9 +133,8 @@ class RunDirectory:
     def remove_if_empty(self) -> None:
         """Take back a run that failed before its first step; what tells or holds something stays."""
         if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
-            for name in ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl"):
-                (self.path / name).unlink(missing_ok=True)
-            for name in ("looked-at", "status.json", "buffer.safetensors"):  # for whoever looked at it
+            learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl")
+            for name in (*learned, "looked-at", "status.json", "buffer.safetensors"):  # the last for whoever looked
                 (self.path / name).unlink(missing_ok=True)
             for name in ("checkpoints", "ranks"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -169,11 +166,9 @@ class RunDirectory:
     def tell(self, event: str, step: int) -> None:
         """A line in events.jsonl and on stderr: what somebody who looks after the run should know."""
         self.say(f"streamclr: {event}")
-        with (
-            suppress(OSError),
-            (self.path / "events.jsonl").open("a", encoding="utf-8") as file,
-        ):  # the disk may be full
-            file.write(json_line({"time": datetime.now().astimezone().isoformat(), "step": step, "event": event}))
+        line = {"time": datetime.now().astimezone().isoformat(), "step": step, "event": event}
+        with suppress(OSError), (self.path / "events.jsonl").open("a", encoding="utf-8") as file:  # a full disk
+            file.write(json_line(line))
 
     def steps(self) -> list[dict[str, Any]]:
         """The journal so far; a last line that is still being written is left out."""
@@ -217,10 +212,7 @@ class RunDirectory:
     @property
     def image_size(self) -> int:
         """Side of the images that the encoder learns from."""
-        size = self.config.size
-        if size is None:
-            raise UserError(f"{self.path / 'config.json'} has no size: it is not of a run that has begun")
-        return size
+        return self.config.size
 
     def model_with(self, weights: dict[str, torch.Tensor], where: str) -> ContrastiveModel:
         """The run's model with these weights, which came from there."""
@@ -231,16 +223,15 @@ class RunDirectory:
 
     def save_buffer(self, learner: Learner, stream: Stream) -> None:
         """The buffer with its features, and what the last step did not keep, with the guards that hid it."""
-        tensors = {k: v for k, v in learner.buffer.state_dict(copy=False).items() if isinstance(v, torch.Tensor)}
         left = learner.buffer.left()
+        tensors = {k: v for k, v in learner.buffer.state_dict(copy=False).items() if isinstance(v, torch.Tensor)}
         tensors |= {f"left_{name}": column for name, column in left.items()}
         if len(tensors["images"]):
             tensors["features"] = infer(learner.model, tensors["images"], learner.model.features)
         if stream.classes:
             tensors["labels"] = stream.labels(learner.buffer.arrivals.cpu())
         hidden = learner.policy.hidden if isinstance(learner.policy, Guarded) else {}
-        guards = {str(n): hidden[n] for n in left["arrivals"].tolist() if n in hidden}
-        about = {"step": learner.n_steps, "guards": guards}
+        about = {"step": learner.n_steps, "guards": {n: hidden[n] for n in left["arrivals"].tolist() if n in hidden}}
         save_tensors(self.path / "buffer.safetensors", tensors, about=json.dumps(about))
 
     def load_buffer(self) -> dict[str, torch.Tensor]:

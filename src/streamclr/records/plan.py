@@ -88,7 +88,6 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     segment = options.buffer if options.segment is None else options.segment
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
-    auto = "on" if stream.live else "off"
     filled = {
         "source": absolute_source(options.source),
         "images": images,
@@ -97,7 +96,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "segment": segment,
         "size": stream.size,
         "stem": ("small" if stream.size < 64 else "imagenet") if options.stem is None else options.stem,
-        "guards": auto if options.guards == "auto" else options.guards,
+        "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }
     return RunPlan(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)} | filled)
@@ -110,16 +109,12 @@ def _label_budget(options: RunOptions, images: int | None, epoch: int | None, si
     budget = LabelBudget.parse(options.label_budget)
     room = n_that_fit(parse_size(options.label_disk, "label_disk"), size)
     known = min((n for n in (images, epoch) if n is not None), default=None)
-    if budget.images is None and known is None:
-        n_images = 1
-    else:
-        n_images = budget.of(known or 0)
-        budget = LabelBudget(n_images, None)
+    n_images = budget.of(known or 0)
     if known is not None and n_images > known:
         raise UserError(f"label_budget is {options.label_budget}, and the stream has {known} images: use fewer")
     if n_images > room:
+        holds = f"{options.label_disk} of disk holds {room} of {size} px"
         raise UserError(
-            f"label_budget is {n_images} images, and {options.label_disk} of disk holds {room} of {size} px: "
-            "use a larger --label-disk or a smaller budget"
+            f"label_budget is {n_images} images, and {holds}: use a larger --label-disk or a smaller budget"
         )
-    return options.label_budget if budget.images is None else str(budget.images)
+    return options.label_budget if budget.images is None and known is None else str(n_images)

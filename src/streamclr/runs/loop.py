@@ -147,7 +147,7 @@ class Loop:
         with closing(self.stream.segments(size, until=self.config.images, idle=self._wait)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
-                    self.stream.pass_over(len(images), "no segment on another rank")
+                    self.stream.account.pass_over(len(images), "no segment on another rank")
                     return
                 yield images
         if not self.is_over:
@@ -213,7 +213,7 @@ class Loop:
     def _undone(self, why: str, n_images: int) -> None:
         self.n_undone += 1
         self.n_undone_in_a_row += 1
-        self.stream.pass_over(n_images, "undone")
+        self.stream.account.pass_over(n_images, "undone")
         self._tell(f"step undone: {why}")
         if not self.learner.is_finite():
             raise Damaged(why)

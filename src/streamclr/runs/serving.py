@@ -5,7 +5,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from streamclr.base.errors import UserError
 from streamclr.models.versions import Versions
 from streamclr.records.journal import Journal
 from streamclr.streams.account import Account
-from streamclr.streams.cameras.live import checked_segment, never
+from streamclr.streams.cameras.live import Idle
 from streamclr.streams.stream import Arrived, Stream
 
 BATCH_SIZE = 64  # images that are classified together
@@ -30,10 +30,8 @@ ROLLBACK_CHECK_SECONDS = 1.0  # between two looks for another version to serve
 def check_can_predict(stream: Stream) -> None:
     """An error if sources that wait are mixed with sources that drop: a resumed run could not number their frames."""
     if stream.overload == "mixed":
-        raise UserError(
-            "--predict takes sources that all wait for the learner, or all do not: give the same overload, wait or "
-            "drop, to all of them"
-        )
+        how = "give the same overload, wait or drop, to all of them"
+        raise UserError(f"--predict takes sources that all wait for the learner, or all do not: {how}")
 
 
 @dataclass
@@ -45,13 +43,13 @@ class ReadSegment:
     account: Account  # of the frames since the segment before
 
 
-class PredictingStream:
+class PredictingStream(Stream):
     """The segments of a stream, unchanged, with a line in `predictions.jsonl` for each frame.
 
     Position, account and state are those of the last segment that was handed out. A run that is resumed from there
     misses no frame and has none twice: lines of later frames are removed, and the frames are read again. Frames of a
     camera cannot be read again: those that the learner has no time for are classified too, and passed over in the
-    account.
+    account. `arrived` is called in the reader's thread, after the images are classified.
     """
 
     def __init__(self, stream: Stream, served: Versions, path: Path):
@@ -60,12 +58,11 @@ class PredictingStream:
         self.n_images, self.epoch, self.classes = stream.n_images, stream.epoch, stream.classes
         self.train, self.test = stream.train, stream.test
         self.live, self.exact, self.overload = stream.live, stream.exact, stream.overload
-        self.position, self.account = stream.position, stream.account
         self._drops = stream.overload == "drop"
-        self._state = stream.state_dict()
         self._predictions: Journal | None = None
         self._events: deque[tuple[str, str]] = deque()
         self._connections: dict[str, tuple[bool, int]] = {}
+        self.load_state_dict(stream.state_dict())
 
     @property
     def size(self) -> int:
@@ -73,13 +70,6 @@ class PredictingStream:
 
     def labels(self, arrivals: Tensor) -> Tensor:
         return self.stream.labels(arrivals)
-
-    def pass_over(self, n: int, reason: str) -> None:
-        self.account.pass_over(n, reason)
-
-    def take_account(self) -> Account:
-        account, self.account = self.account, Account()
-        return account
 
     def take_events(self) -> list[tuple[str, str]]:
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -95,34 +85,26 @@ class PredictingStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)
-        self.position, self.account, self._state = self.stream.position, self.stream.account, self.stream.state_dict()
+        self._state, self.position = self.stream.state_dict(), self.stream.position
+        self.account = Account.of(self._state["account"])
 
-    # ------------------------------------------------------------------------------------------------------------
-    # In the learner's thread
+    # In the learner's thread:
 
-    def segments(
-        self, n: int, until: int | None = None, idle: Callable[[], bool] = never, arrived: Arrived | None = None
-    ) -> Generator[Tensor]:
-        """See `Stream`; `arrived` is called in the reader's thread, after the images are classified."""
-        checked_segment(n)
-
-        def generate() -> Generator[Tensor]:
-            self._start(n, until, arrived)
-            try:
-                while not (self._drops and until is not None and self.position >= until):
-                    part = self._next(idle)
-                    if part is None or not len(images := self._handed_out(part, until)):
-                        break
-                    yield images
-            finally:
-                self._stop()
-
-        return generate()
+    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
+        self._start(n, until, arrived)
+        try:
+            while not (self._drops and until is not None and self.position >= until):
+                part = self._next(idle)
+                if part is None or not len(images := self._handed_out(part, until)):
+                    break
+                yield images
+        finally:
+            self._stop()
 
     def _start(self, n: int, until: int | None, arrived: Arrived | None) -> None:
         cut(self.path, self.account.classifiable)
         self._predictions = Journal(self.path, self.path.name)
-        self.stream.take_account()  # from here on it is that of the frames since the last part
+        self.stream.account.take()  # from here on it is that of the frames since the last part
         self._image = self.account.classifiable  # number of the next one
         self._n_classified = self._n_written = 0  # since the last part: images, and lines of them
         self._rollback_check_due = 0.0
@@ -138,7 +120,7 @@ class PredictingStream:
         with self._change:
             self._change.notify_all()
 
-    def _next(self, idle: Callable[[], bool]) -> ReadSegment | None:
+    def _next(self, idle: Idle) -> ReadSegment | None:
         """The next part; None if the stream has ended, or `idle` returns True."""
         while True:
             with self._change:
@@ -172,9 +154,7 @@ class PredictingStream:
         torch.set_num_threads(torch.get_num_threads())  # for new threads, which would inherit the reader's number
         if self._drops:
             for part in self._ready:
-                part.account.pass_over(len(part.images), "learner stopped")
-                self._state = part.state
-                self.account.add(part.account)
+                self._handed_out(part, self.position)
         assert self._predictions is not None
         with suppress(OSError):  # a full disk, which was reported already
             self._predictions.sync()
@@ -183,8 +163,7 @@ class PredictingStream:
         cut(self.path, self.account.classifiable)
         self.stream.load_state_dict(self.state_dict())
 
-    # ------------------------------------------------------------------------------------------------------------
-    # In the reader's thread
+    # In the reader's thread:
 
     def _read(self, n: int, until: int | None, arrived: Arrived | None) -> None:
         torch.set_num_threads(1)  # of this thread
@@ -219,8 +198,7 @@ class PredictingStream:
             self._rollback_check_due = time.monotonic() + ROLLBACK_CHECK_SECONDS
         version = self.served.current
         common: dict[str, Any] = {"version": None if version is None else version.number, "time": round(time.time(), 3)}
-        if source is not None:
-            common["source"] = source
+        common |= {} if source is None else {"source": source}
         guesses: list[tuple[str | None, float | None]] = [(None, None)] * len(images)
         if version is not None:
             probabilities, labels = version.probabilities(images).max(1)
@@ -239,7 +217,7 @@ class PredictingStream:
 
     def _put(self, images: Tensor) -> None:
         """Make a segment ready for the learner: wait until it takes it, or, of a camera, replace the one before."""
-        account = self.stream.take_account()
+        account = self.stream.account.take()
         account.add(Account(predicted=self._n_written))
         if self._drops:  # frames of an incomplete segment were given back
             n_given_back = self._n_classified - len(images)

@@ -33,26 +33,22 @@ class Account:
         self.learned -= n
         self.passed[reason] += n
 
+    def take(self) -> "Account":
+        """The account so far; this one begins anew."""
+        taken = Account(**vars(self))
+        vars(self).update(vars(Account()))
+        return taken
+
     def add(self, other: "Account") -> None:
-        self.received += other.received
-        self.learned += other.learned
-        self.passed += other.passed
-        self.rejected += other.rejected
-        self.predicted += other.predicted
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "received": self.received,
-            "learned": self.learned,
-            "passed": dict(self.passed),
-            "rejected": dict(self.rejected),
-            "predicted": self.predicted,
-        }
+        return vars(self) | {"passed": dict(self.passed), "rejected": dict(self.rejected)}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Account":
-        passed, rejected = Counter(state["passed"]), Counter(state["rejected"])
-        return cls(state["received"], state["learned"], passed, rejected, state.get("predicted", 0))
+        return cls(**state | {"passed": Counter(state["passed"]), "rejected": Counter(state["rejected"])})
 
     def __str__(self) -> str:
         parts = [f"{self.received:,} frames = {self.learned:,} learned from"]

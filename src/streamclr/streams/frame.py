@@ -6,6 +6,7 @@ Needs no torch, so that a small capture process can use it.
 import ctypes
 import logging
 import os
+import re
 import struct
 import warnings
 from collections.abc import Iterator
@@ -19,30 +20,24 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 
 from streamclr.base.errors import UserError
 
-REASONS = (
-    "unreadable",  # no such file, or the disk fails
-    "empty",
-    "not an image",
-    "too large",
-    "truncated",
-    "damaged",
-    "pixels without a range",
-)
+# "unreadable": there is no such file, or the disk fails.
+REASONS = ("unreadable", "empty", "not an image", "too large", "truncated", "damaged", "pixels without a range")
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # The most pixels per byte: of a black picture, in the densest variant of the format.
 PIXELS_PER_BYTE = {"JPEG": 400, "MPO": 400, "PNG": 8_300, "WEBP": 600, "GIF": 2_800, "BMP": 130, "PPM": 8}
 FULL_HD_PIXELS = 1920 * 1080  # up to here a sparse picture costs little memory
-UPRIGHT = {  # by EXIF orientation
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# The pixels may be fine though the EXIF block is damaged.
+EXIF_ERRORS = (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, OSError, EOFError, struct.error)
 
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # or its warnings on odd TIFFs go to stderr
+
+
+def natural_key(path: Path) -> list[tuple[int, int | str]]:
+    """Sort key with frame2 before frame10; the plain name decides ties."""
+    parts = re.split("([0-9]+)", path.name.lower())
+    key: list[tuple[int, int | str]] = [(0, int(p)) if p[0] in "0123456789" else (1, p) for p in parts if p]
+    return [*key, (2, path.name)]
 
 
 class BadFrame(UserError):
@@ -64,12 +59,11 @@ def decode(file: Path | bytes, size: int | None = None, max_pixels: int = 64_000
         if opened.format == "TIFF":
             _silence_libtiff()
         opened.load()
-        turn = UPRIGHT.get(_orientation(opened))
+        with suppress(*EXIF_ERRORS):
+            ImageOps.exif_transpose(opened, in_place=True)
         image = _eight_bits(opened, _name(file))
-        if turn is not None:
-            image = image.transpose(turn)
         if size is not None:
-            image = _fit(image, size)
+            image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
         if image.mode == "RGBA":  # only now, when it is small
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
         return np.array(image)
@@ -83,13 +77,7 @@ def dimensions(file: Path | bytes, max_pixels: int = 64_000_000) -> tuple[int, i
 
 def square(pixels: np.ndarray, size: int) -> np.ndarray:
     """The same scaling for a decoded frame: H x W x 3 to size x size x 3."""
-    return np.array(_fit(Image.fromarray(pixels), size))
-
-
-def _fit(image: Image.Image, size: int) -> Image.Image:
-    if image.size == (size, size):
-        return image
-    return ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+    return np.array(ImageOps.fit(Image.fromarray(pixels), (size, size), Image.Resampling.BILINEAR))
 
 
 @contextmanager
@@ -176,13 +164,6 @@ def _webp_size(head: bytes) -> tuple[int, int] | None:
         return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
     width, height = struct.unpack("<HH", head[26:30])
     return width & 0x3FFF, height & 0x3FFF
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return int(image.getexif().get(0x0112, 1))
-    except (SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, OSError, EOFError, struct.error):
-        return 1  # the pixels may be fine though the EXIF block is damaged
 
 
 def _eight_bits(image: Image.Image, what: str) -> Image.Image:

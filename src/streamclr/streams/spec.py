@@ -10,42 +10,16 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
-
-import numpy as np
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.streams.cameras.feed import KINDS, Feed, make_feed
 from streamclr.streams.datasets.folder import folder, imagenet
-from streamclr.streams.datasets.images import Images
+from streamclr.streams.datasets.images import Source
 from streamclr.streams.datasets.registry import DATASETS, dataset
 from streamclr.streams.datasets.synthetic import Synthetic
-
-
-class Source(Protocol):
-    """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
-
-    @property
-    def n_images(self) -> int | None: ...  # None: endless
-
-    @property
-    def epoch(self) -> int | None: ...  # images in one pass; None: there are no passes
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...  # empty: unlabelled
-
-    @property
-    def train(self) -> Images | None: ...  # labelled images for stage two
-
-    @property
-    def test(self) -> Images | None: ...
-
-    def images(self, numbers: np.ndarray) -> np.ndarray: ...
-
-    def labels(self, numbers: np.ndarray) -> np.ndarray: ...
-
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "synthetic": Synthetic,

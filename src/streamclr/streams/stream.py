@@ -13,10 +13,9 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.streams.account import Account
-from streamclr.streams.cameras.live import CameraFrames, checked_segment, never
-from streamclr.streams.datasets.images import Images, readable
-from streamclr.streams.shard import Shard
-from streamclr.streams.spec import Source, open_source
+from streamclr.streams.cameras.live import CameraFrames, Idle, never
+from streamclr.streams.datasets.images import Images, Source, readable
+from streamclr.streams.spec import open_source
 
 # Called with images, n x 3 x H x W, and the name of their camera (None if there is only one).
 Arrived = Callable[[Tensor, str | None], None]
@@ -25,69 +24,47 @@ Arrived = Callable[[Tensor, str | None], None]
 class Stream(Protocol):
     """Segments of uint8 images in order; labels, where they are known, are for evaluation only."""
 
-    @property
-    def live(self) -> bool: ...  # cameras and recordings: no passes, no labels
-
-    @property
-    def position(self) -> int: ...  # the number of the next image
+    live: bool = False  # cameras and recordings: no passes, no labels
+    position: int  # the number of the next image
+    n_images: int | None = None  # None: endless
+    epoch: int | None = None  # images in one pass; None: there are no passes
+    classes: tuple[str, ...] = ()  # empty: unlabelled
+    train: Images | None = None  # labelled images for stage two
+    test: Images | None = None
+    exact: bool  # reading again gives the same images in the same order
+    overload: str  # if the learner is too slow: "wait", "drop", or "mixed" if its cameras differ
+    account: Account
 
     @property
     def size(self) -> int: ...  # side of the images in pixels
 
-    @property
-    def n_images(self) -> int | None: ...  # None: endless
-
-    @property
-    def epoch(self) -> int | None: ...  # images in one pass; None: there are no passes
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...  # empty: unlabelled
-
-    @property
-    def train(self) -> Images | None: ...  # labelled images for stage two
-
-    @property
-    def test(self) -> Images | None: ...
-
-    @property
-    def exact(self) -> bool: ...  # reading again gives the same images in the same order
-
-    @property
-    def overload(self) -> str: ...  # if the learner is too slow: "wait", "drop", or "mixed" if its cameras differ
-
-    @property
-    def account(self) -> Account: ...
-
     def segments(
-        self, n: int, until: int | None = None, idle: Callable[[], bool] = never, arrived: Arrived | None = None
+        self, n: int, until: int | None = None, idle: Idle = never, arrived: Arrived | None = None
     ) -> Generator[Tensor]:
         """Segments of `n` images until the stream ends, or until image number `until`; the last may be smaller.
 
-        idle: called at least every few seconds while there is no image; True ends the segments.
+        idle: called at least every few seconds while there is no image; True ends the segments. Never called by a
+            dataset, which always has a next image.
         arrived: called with each image once, in order of `position` if the stream is exact. Frames of a camera go there
             as they come, before they are a whole segment, and also those that are dropped when the stream is stopped.
         """
-        ...
+        if n < 1:
+            raise UserError(f"the segment size is {n}: use at least 1")
+        return self._segments(n, until, idle, arrived)
+
+    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]: ...
 
     def labels(self, arrivals: Tensor) -> Tensor:
-        """The labels of images by the order in which they were handed out."""
-        ...
-
-    def pass_over(self, n: int, reason: str) -> None:
-        """Correct the account: `n` images that were handed out are not learned from."""
-        ...
-
-    def take_account(self) -> Account:
-        """The account so far; a new one begins."""
+        """The labels of images by the order in which they were handed out: skipped images are not counted."""
         ...
 
     def take_events(self) -> list[tuple[str, str]]:
         """Camera and event, such as a lost connection, since the last call."""
-        ...
+        return []
 
     def connections(self) -> dict[str, tuple[bool, int]]:
         """For each camera whether it sends frames, and how often its connection was lost."""
-        ...
+        return {}
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -103,10 +80,9 @@ def open_stream(source: str | Path, **options: Any) -> "DatasetStream | CameraSt
     return CameraStream(opened) if isinstance(opened, list) else DatasetStream(opened)
 
 
-class DatasetStream:
+class DatasetStream(Stream):
     """The images of a source by their numbers. Those that cannot be read are skipped and counted."""
 
-    live = False
     exact = True
     overload = "wait"
     fps = None
@@ -114,7 +90,7 @@ class DatasetStream:
     def __init__(self, source: Source):
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
         self.train, self.test = source.train, source.test
-        self.position = 0  # the number of the next image
+        self.position = 0
         self.account = Account()
         self._skipped: list[int] = []  # numbers of the images that could not be read
 
@@ -148,32 +124,16 @@ class DatasetStream:
         return torch.cat(parts)
 
     def labels(self, arrivals: Tensor) -> Tensor:
-        """The labels of images by the order in which they were handed out: skipped images are not counted."""
         skipped = np.array(self._skipped, np.int64)  # one copy: another thread may be reading
         before = skipped - np.arange(len(skipped))  # images handed out before each skipped one
         numbers = arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
         return torch.from_numpy(self.source.labels(numbers))
 
-    def segments(
-        self, n: int, until: int | None = None, idle: Callable[[], bool] = never, arrived: Arrived | None = None
-    ) -> Generator[Tensor]:
-        """See `Stream`; `idle` is never called, because there is always a next image."""
-        checked_segment(n)
-
-        def generate() -> Generator[Tensor]:
-            while len(images := self.read(n, until)):
-                if arrived:
-                    arrived(images, None)
-                yield images
-
-        return generate()
-
-    def pass_over(self, n: int, reason: str) -> None:
-        self.account.pass_over(n, reason)
-
-    def take_account(self) -> Account:
-        account, self.account = self.account, Account()
-        return account
+    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
+        while len(images := self.read(n, until)):
+            if arrived:
+                arrived(images, None)
+            yield images
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "account": self.account.state_dict(), "skipped": list(self._skipped)}
@@ -184,19 +144,34 @@ class DatasetStream:
         self.account = Account.of(state["account"]) if "account" in state else Account(self.position, self.position)
         self._skipped = list(state.get("skipped", []))
 
-    def take_events(self) -> list[tuple[str, str]]:
-        return []
 
-    def connections(self) -> dict[str, tuple[bool, int]]:
-        return {}
+class Shard(Source):
+    """The segments number index, index + n, index + 2n, … of a source.
+
+    Together, n ranks see in each step what one process with segments of n times the size would see. Images are numbered
+    anew. The shard ends with the last segment that is whole on every rank.
+    """
+
+    def __init__(self, whole: Source, index: int, n: int, segment: int):
+        self.whole, self.index, self.n, self.segment = whole, index, n, segment
+        self.classes, self.train, self.test = whole.classes, whole.train, whole.test
+        self.n_images = None if whole.n_images is None else whole.n_images // (n * segment) * segment
+        self.epoch = None if whole.epoch is None else -(-whole.epoch // n)
+
+    def images(self, numbers: np.ndarray) -> np.ndarray:
+        return self.whole.images(self._in_whole(numbers))
+
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
+        return self.whole.labels(self._in_whole(numbers))
+
+    def _in_whole(self, numbers: np.ndarray) -> np.ndarray:
+        return (numbers // self.segment * self.n + self.index) * self.segment + numbers % self.segment
 
 
-class CameraStream(CameraFrames):
-    """The frames of cameras and recordings; unlabelled."""
+class CameraStream(CameraFrames, Stream):
+    """The frames of cameras and recordings, until all of them have ended; unlabelled."""
 
     live = True
-    classes: tuple[str, ...] = ()
-    n_images = epoch = train = test = None
 
     def shard(self, index: int, n: int, segment: int) -> "CameraStream":
         """The cameras and recordings that one of n ranks takes."""
@@ -205,18 +180,11 @@ class CameraStream(CameraFrames):
             raise UserError(f"there are {n} ranks and {n_feeds}: each rank needs one, give a list of {n} or more")
         return CameraStream(self.feeds[index::n])
 
-    def segments(
-        self, n: int, until: int | None = None, idle: Callable[[], bool] = never, arrived: Arrived | None = None
-    ) -> Generator[Tensor]:
-        """See `Stream`; it ends when all cameras and recordings have ended."""
+    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
         frames = self.frames(n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)))
-
-        def generate() -> Generator[Tensor]:
-            with closing(frames):
-                for images in frames:
-                    yield torch.from_numpy(images)
-
-        return generate()
+        with closing(frames):
+            for images in frames:
+                yield torch.from_numpy(images)
 
     def labels(self, arrivals: Tensor) -> Tensor:
         raise UserError("frames of a camera have no labels")

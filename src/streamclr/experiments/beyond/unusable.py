@@ -20,7 +20,6 @@ from streamclr.guards import GUARDS
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import extract, labelled, probe_accuracy
-from streamclr.streams.datasets.images import Images
 from streamclr.streams.spec import Source
 from streamclr.streams.stream import DatasetStream, open_stream
 from streamclr.sweeps.job import Job, Result
@@ -139,7 +138,7 @@ def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **
 # Unusable frames
 
 
-class SpoiledSource:
+class SpoiledSource(Source):
     """A source in which a share of the frames is replaced by unusable ones.
 
     kind: one of KINDS, or `mixture`; empty: none.
@@ -152,8 +151,6 @@ class SpoiledSource:
         self.unusable = torch.rand(n_images, generator=generator) < share
         names = list(KINDS) if kind == "mixture" else [kind]
         self._kinds = [names[i] for i in torch.randint(len(names), (n_images,), generator=generator).tolist()]
-
-    epoch, classes, train, test = None, (), None, None
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         images = torch.from_numpy(self.source.images(numbers))
@@ -235,13 +232,8 @@ def _as_pixels(spoil: Callable[[Tensor, torch.Generator], Tensor]) -> Callable[[
 KINDS = {spoil.__name__: _as_pixels(spoil) for spoil in (text, blotches, smear, frozen, salt, gaussian, uniform, dark)}
 
 
-class Clip:
+class Clip(Source):
     """The frames of a video, repeated with new sensor noise each time, because no camera sends a frame twice."""
-
-    n_images, epoch = None, None
-    classes: tuple[str, ...] = ()
-    train: Images | None = None
-    test: Images | None = None
 
     def __init__(self, frames: Tensor):
         self.frames = frames

@@ -103,8 +103,7 @@ class CaptureThread:
                 else:
                     self._change.wait(1)
                     self._sign_of_life = time.monotonic()
-            self._queue.append((frame, self._place, self._since))
-            self._since = Account()
+            self._queue.append((frame, self._place, self._since.take()))
             self._change.notify_all()
 
     def _passes_over(self, raw: Raw) -> str:
@@ -132,8 +131,7 @@ class CaptureThread:
                 account.add(own)
             done = self.ended and not self._queue
             if self.feed.drops or done:
-                account.add(self._since)
-                self._since = Account()
+                account.add(self._since.take())
             answer = {
                 "n": len(taken),
                 "account": account.state_dict(),
@@ -155,8 +153,7 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
         ask = json.loads(line)
         answer, frames = capture.fetch(ask["frames"], ask["seconds"])
         answers.write(json.dumps(answer).encode() + b"\n")
-        for frame in frames:
-            answers.write(frame.tobytes())
+        answers.writelines(frame.tobytes() for frame in frames)
         answers.flush()
 
 

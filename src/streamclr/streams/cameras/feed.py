@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import checked_size
 from streamclr.streams.cameras import video
 from streamclr.streams.cameras.jpegs import JpegSplitter, mjpeg
-from streamclr.streams.cameras.video import VideoError, camera, play, receive
+from streamclr.streams.cameras.video import VideoError
 from streamclr.streams.cameras.watch import watch
 from streamclr.streams.frame import decode
 
@@ -63,28 +65,22 @@ class Feed:
 
     def open(self, mark: Any) -> Iterator[Raw]:
         """Frames after a mark, until the source ends; raises one of CONNECTION_ERRORS if it is lost."""
-        if self.kind == "camera":
-            return (Raw(frame) for frame, _ in camera(self.where, self.timeout))
-        if self.kind == "rtsp":
-            return (Raw(frame) for frame, _ in receive(self.where, self.timeout))
+        if self.kind in ("camera", "rtsp"):  # RTSP over TCP: over UDP a lost packet smears frames
+            how: Any = {"format": "v4l2"} if self.kind == "camera" else {"options": {"rtsp_transport": "tcp"}}
+            return (Raw(frame) for frame, _ in video.frames(self.where, timeout=self.timeout, **how))
         if self.kind == "http":
-            return (Raw(_decoder(frame)) for frame in mjpeg(self.where, self.timeout))
+            return (Raw(partial(decode, frame)) for frame in mjpeg(self.where, self.timeout))
         if self.kind == "stdin":
-            return (Raw(_decoder(frame)) for frame in _standard_input(int(self.where)))
+            return (Raw(partial(decode, frame)) for frame in _standard_input(int(self.where)))
         if self.kind == "watch":
-            return (Raw(_decoder(path), mark) for path, mark in watch(self.where, mark))
+            return (Raw(partial(decode, path), mark) for path, mark in watch(self.where, mark))
         assert self.kind == "video"
-        start = mark or 0
-        frames = enumerate(play(self.where), 1)
-        return (Raw(frame, number, seconds) for number, (frame, seconds) in frames if number > start)
+        frames = islice(enumerate(video.frames(self.where), 1), mark or 0, None)
+        return (Raw(frame, number, seconds) for number, (frame, seconds) in frames)
 
 
 CONNECTION_ERRORS = (OSError, HTTPException, VideoError, ValueError)
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 4.0  # pause before a connection is tried again
-
-
-def _decoder(content: Any) -> Callable[[int], np.ndarray]:
-    return lambda size: decode(content, size)
 
 
 def _standard_input(fd: int) -> Iterator[bytes]:

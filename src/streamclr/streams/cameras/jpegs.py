@@ -26,9 +26,10 @@ class JpegSplitter:
 
     def rest(self) -> Iterator[bytes]:
         """The incomplete image at the end of the data."""
-        if self._at:
-            yield bytes(self._bytes)
-        self._restart(len(self._bytes))
+        is_started = self._at > 0
+        image = self._cut(len(self._bytes))
+        if is_started:
+            yield image
 
     def _next(self) -> bytes | None:
         """The first image, as soon as it is complete."""
@@ -73,12 +74,9 @@ class JpegSplitter:
 
     def _cut(self, end: int) -> bytes:
         image = bytes(self._bytes[:end])
-        self._restart(end)
-        return image
-
-    def _restart(self, end: int) -> None:
         del self._bytes[:end]
         self._at, self._in_scan = 0, False
+        return image
 
 
 def mjpeg(url: str, timeout: float) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ import select
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
@@ -26,15 +26,12 @@ START_SECONDS = 60.0  # for Python and its libraries on a slow and busy device
 MAX_RESTARTS = 5  # of a process that never answered: no camera is the reason
 MAX_EVENTS = 100  # kept until they are taken
 
+Idle = Callable[[], bool]  # called while there is no frame; True ends the frames
+Received = Callable[[np.ndarray, str | None], None]  # frames, n x 3 x size x size, and the name of their camera
+
 
 def never() -> bool:
     return False
-
-
-def checked_segment(n: int) -> int:
-    if n < 1:
-        raise UserError(f"the segment size is {n}: use at least 1")
-    return n
 
 
 class CameraFrames:
@@ -43,24 +40,21 @@ class CameraFrames:
     def __init__(self, feeds: list[Feed]):
         if len({feed.size for feed in feeds}) > 1:
             raise UserError("the sources have different sizes: give one size to all")
-        self.feeds, self.size = feeds, feeds[0].size
+        self.feeds = feeds
+        self.exact = all(feed.exact for feed in feeds)  # all of them are recordings that wait for the learner
+        drops = {feed.drops for feed in feeds}
+        self.overload = "mixed" if len(drops) > 1 else "drop" if True in drops else "wait"
         self.position = 0  # frames handed out
         self.account = Account()
-        self._events: list[tuple[str, str]] = []  # source, event
+        self._events: deque[tuple[str, str]] = deque(maxlen=MAX_EVENTS)  # source, event
         self._captures: list[CaptureProcess] = []
         self._places: list[Any] = [feed.place for feed in feeds]
         self._over = [False for _ in feeds]  # recordings that were read to their end
+        self._none = np.empty((0, 3, self.size, self.size), np.uint8)
 
     @property
-    def exact(self) -> bool:
-        """Whether all of them are recordings that wait for the learner."""
-        return all(feed.exact for feed in self.feeds)
-
-    @property
-    def overload(self) -> str:
-        """What happens if the learner is too slow: "wait", "drop", or "mixed" if they differ."""
-        drops = {feed.drops for feed in self.feeds}
-        return "mixed" if len(drops) > 1 else "drop" if True in drops else "wait"
+    def size(self) -> int:
+        return self.feeds[0].size
 
     @property
     def fps(self) -> float | None:
@@ -89,37 +83,26 @@ class CameraFrames:
         return (n - 1) / seconds
 
     def frames(
-        self,
-        n: int,
-        until: int | None = None,
-        idle: Callable[[], bool] = never,
-        arrived: Callable[[np.ndarray, str | None], None] | None = None,
+        self, n: int, until: int | None = None, idle: Idle = never, arrived: Received | None = None
     ) -> Generator[np.ndarray]:
         """Segments of `n` frames, n x 3 x size x size; the arguments are those of `Stream.segments`."""
-        checked_segment(n)
+        self._captures = [
+            CaptureProcess(replace(feed, place=place, queue=max(feed.queue, 2 * n)), self._events, over)
+            for feed, place, over in zip(self.feeds, self._places, self._over, strict=True)
+        ]
+        try:
+            while until is None or self.position < until:
+                frames = self._read(n if until is None else min(n, until - self.position), idle, arrived)
+                if not len(frames):
+                    break
+                yield frames
+        finally:
+            self._close()
 
-        def generate() -> Generator[np.ndarray]:
-            self._captures = [
-                CaptureProcess(replace(feed, place=place, queue=max(feed.queue, 2 * n)), over)
-                for feed, place, over in zip(self.feeds, self._places, self._over, strict=True)
-            ]
-            try:
-                while until is None or self.position < until:
-                    frames = self._read(n if until is None else min(n, until - self.position), idle, arrived)
-                    if not len(frames):
-                        break
-                    yield frames
-            finally:
-                self._close()
-
-        return generate()
-
-    def _read(
-        self, n: int, idle: Callable[[], bool], arrived: Callable[[np.ndarray, str | None], None] | None
-    ) -> np.ndarray:
+    def _read(self, n: int, idle: Idle, arrived: Received | None) -> np.ndarray:
         """The next `n` frames, fewer at the end; n x 3 x size x size, camera by camera."""
         parts: list[list[np.ndarray]] = [[] for _ in self._captures]
-        names = [redacted(feed.where) if len(self.feeds) > 1 else None for feed in self.feeds]
+        names = [capture.name if len(self.feeds) > 1 else None for capture in self._captures]
         missing = n
         while missing and not all(capture.ended for capture in self._captures):
             if idle():
@@ -137,23 +120,18 @@ class CameraFrames:
                     if arrived and not self.exact:
                         arrived(parts[i][-1], names[i])
                 elif self.feeds[i].drops and not parts[i]:  # its account is of frames rejected or passed over alone
-                    self.account.add(self._captures[i].take_account())
-                self._note_events(self._captures[i])
+                    self.account.add(self._captures[i].account.take())
         if arrived and self.exact:  # now in the order of the segment, not in that of the fastest
             for own, name in zip(parts, names, strict=True):
                 for frames in own:
                     arrived(frames, name)
         for capture in self._captures:
-            self.account.add(capture.take_account())
+            self.account.add(capture.account.take())
         self._places = [capture.place for capture in self._captures]
         self._over = [capture.ended and capture.feed.exact for capture in self._captures]
         self.account.learned += n - missing
         self.position += n - missing
         return np.concatenate([self._none, *(frames for own in parts for frames in own)])
-
-    @property
-    def _none(self) -> np.ndarray:
-        return np.empty((0, 3, self.size, self.size), np.uint8)
 
     def _ask(self, missing: int) -> None:
         """Ask those that have frames for equal shares of what is missing, so that together they cannot send more."""
@@ -178,30 +156,16 @@ class CameraFrames:
         deadline = time.monotonic() + ANSWER_SECONDS  # for all of them together: some may hang
         for capture in self._captures:
             capture.close(max(0.0, deadline - time.monotonic()))
-            self.account.add(capture.take_account())
-            self._note_events(capture)
+            self.account.add(capture.account)
         self._captures = []
-
-    def pass_over(self, n: int, reason: str) -> None:
-        self.account.pass_over(n, reason)
-
-    def take_account(self) -> Account:
-        account, self.account = self.account, Account()
-        return account
-
-    def _note_events(self, capture: "CaptureProcess") -> None:
-        where = redacted(capture.feed.where)
-        self._events += [(where, redacted(event)) for event in capture.take_events()]
-        del self._events[:-MAX_EVENTS]
 
     def take_events(self) -> list[tuple[str, str]]:
         """Camera and event, such as a lost connection, since the last call."""
-        events, self._events = self._events, []
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def connections(self) -> dict[str, tuple[bool, int]]:
         """For each camera whether it sends frames, and how often its connection was lost."""
-        return {redacted(c.feed.where): (c.connected, c.n_lost) for c in self._captures}
+        return {capture.name: (capture.connected, capture.n_lost) for capture in self._captures}
 
     def state_dict(self) -> dict[str, Any]:
         account = self.account.state_dict()
@@ -218,12 +182,12 @@ class CameraFrames:
 class CaptureProcess:
     """The process that reads one camera or recording; restarted if it does not answer or its driver hangs.
 
+    events: its events are added there, with its name.
     ended: nothing is left of a recording.
     """
 
-    def __init__(self, feed: Feed, ended: bool = False):
-        self.feed = feed
-        self.place = feed.place
+    def __init__(self, feed: Feed, events: deque[tuple[str, str]], ended: bool):
+        self.feed, self.name, self.place = feed, redacted(feed.where), feed.place
         self.ended, self.connected = ended, False
         self.has_frames = feed.exact  # a recording always has frames; a camera if its last answer says so
         self.n_lost = 0
@@ -231,8 +195,8 @@ class CaptureProcess:
         self._has_answered = False
         self._patience = ANSWER_SECONDS
         self._down_until: float | None = None
-        self._account = Account()  # of the frames received since it was last taken
-        self._events: list[str] = []
+        self.account = Account()  # of the frames received since it was last taken
+        self._events = events
         self._start()
 
     def _start(self) -> None:
@@ -275,7 +239,7 @@ class CaptureProcess:
             why = f"the capture process ended ({error})"
         self._n_died += 1
         if self._n_died == MAX_RESTARTS and not self._has_answered:
-            raise UserError(f"the capture process of {redacted(self.feed.where)} does not start: see its errors above")
+            raise UserError(f"the capture process of {self.name} does not start: see its errors above")
         self._lost([why])
         self._end("capture restarted")
         self._down_until = time.monotonic() + min(MAX_RETRY_SECONDS, MIN_RETRY_SECONDS * 2 ** min(10, self._n_died))
@@ -289,14 +253,17 @@ class CaptureProcess:
         return self._down_until is None
 
     def _answer(self) -> np.ndarray:
-        header = json.loads(self._line())
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            line += self._exactly(1)
+        header = json.loads(line)
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
         asked, self.asked = self.asked or 0, None
         self._n_died, self._has_answered = 0, True
         self._captured = header["captured"]
         own = Account.of(header["account"])
         self._accounted += own.received
-        self._account.add(own)
+        self.account.add(own)
         self._lost(header["events"])
         self.ended = header["ended"]
         self.has_frames = header["n"] + header["waiting"] > 0 or self.feed.exact
@@ -304,7 +271,7 @@ class CaptureProcess:
             self.place = header["place"]
         if header["n"]:
             if self.n_lost and not self.connected:
-                self._events.append("frames again")
+                self._events.append((self.name, "frames again"))
             self.connected = True
         if header["quiet"] > self.feed.timeout + ANSWER_SECONDS and self.feed.kind in CAMERAS and not header["n"]:
             raise TimeoutError(f"no sign of life for {header['quiet']:.0f} s")
@@ -313,28 +280,19 @@ class CaptureProcess:
         return frames
 
     def _lost(self, reasons: list[str]) -> None:
-        self._events += reasons
+        self._events.extend((self.name, redacted(reason)) for reason in reasons)
         self.n_lost += len(reasons)
         self.connected &= not reasons
 
     def _frames(self, content: bytearray) -> np.ndarray:
-        side = self.feed.size
-        return np.frombuffer(content, np.uint8).reshape(len(content) // (3 * side**2), side, side, 3)
-
-    def take_account(self) -> Account:
-        account, self._account = self._account, Account()
-        return account
-
-    def take_events(self) -> list[str]:
-        events, self._events = self._events, []
-        return events
+        return np.frombuffer(content, np.uint8).reshape(-1, self.feed.size, self.feed.size, 3)
 
     def give_back(self, n: int) -> None:
         """Frames that were received and will not be learned from; what waits for the learner sends them again."""
         if self.feed.drops:
-            self._account.passed["stopped"] += n
+            self.account.passed["stopped"] += n
         else:
-            self._account = Account()
+            self.account = Account()
 
     def ask_for_the_last(self) -> None:
         if self._tells_at_the_end and self.asked is None:
@@ -356,7 +314,7 @@ class CaptureProcess:
         """Kill it. Frames of a camera that wait in it are passed over; a recording sends its frames again."""
         waiting = self._captured - self._accounted
         if self.feed.drops and waiting:
-            self._account.add(Account(received=waiting, passed=Counter({reason: waiting})))
+            self.account.add(Account(received=waiting, passed=Counter({reason: waiting})))
         self.asked, self._captured, self._accounted = None, 0, 0
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # a driver that hangs in the kernel keeps a killed process
@@ -365,12 +323,6 @@ class CaptureProcess:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-
-    def _line(self) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            line += self._exactly(1)
-        return bytes(line)
 
     def _exactly(self, n: int) -> bytearray:
         content = bytearray(n)

@@ -1,15 +1,13 @@
 """Video by PyAV: recordings, RTSP and other network streams, cameras by V4L2."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from streamclr.base.errors import UserError
 from streamclr.streams.frame import BadFrame, square
-
-if TYPE_CHECKING:
-    import av
 
 try:
     import av
@@ -26,20 +24,6 @@ Frame = tuple[Callable[[int], np.ndarray], float]  # from the side in pixels to 
 def check_installed() -> None:
     if "av" not in globals():
         raise UserError("video and cameras need PyAV: pip install -c constraints.txt -e '.[video]'")
-
-
-def play(path: str) -> Iterator[Frame]:
-    """The frames of a recording, in order."""
-    return _frames(path)
-
-
-def receive(url: str, timeout: float) -> Iterator[Frame]:
-    """RTSP over TCP: over UDP a lost packet smears frames."""
-    return _frames(url, timeout=timeout, options={"rtsp_transport": "tcp"})
-
-
-def camera(device: str, timeout: float) -> Iterator[Frame]:
-    return _frames(device, timeout=timeout, format="v4l2")
 
 
 def check(path: str) -> None:
@@ -59,7 +43,8 @@ def frame_rate(path: str) -> float | None:
     return float(rate) if rate else None
 
 
-def _frames(url: str, **how: Any) -> Iterator[Frame]:
+def frames(url: str, **how: Any) -> Iterator[Frame]:
+    """The frames of a recording, a camera or a network stream, in order. how: arguments of `av.open`."""
     av.logging.set_level(av.logging.PANIC)  # damaged frames are counted in the account instead
     try:
         with av.open(url, **how) as container:
@@ -69,28 +54,21 @@ def _frames(url: str, **how: Any) -> Iterator[Frame]:
             rate = float(stream.average_rate or 25)
             for packet in container.demux(stream):
                 try:
-                    frames = packet.decode()
+                    decoded = packet.decode()
                 except av.error.InvalidDataError:
+                    decoded = [None]
+                for frame in decoded:
                     n += 1
-                    yield _damaged, n / rate
-                    continue
-                for frame in frames:
-                    n += 1
-                    seconds = n / rate if frame.time is None else frame.time
-                    yield _damaged if frame.is_corrupt else _squarer(frame), seconds
+                    seconds = n / rate if frame is None or frame.time is None else frame.time
+                    yield partial(_squared, frame), seconds
     except av.error.ExitError:
         raise TimeoutError(f"no frame for {how['timeout']:g} s") from None
 
 
-def _damaged(size: int) -> np.ndarray:
-    raise BadFrame("a frame of the video", "damaged", "the decoder could not make a whole picture of it")
-
-
-def _squarer(frame: "av.VideoFrame") -> Callable[[int], np.ndarray]:
-    def squared(size: int) -> np.ndarray:
-        try:
-            return square(frame.to_ndarray(format="rgb24"), size)
-        except (VideoError, ValueError) as error:
-            raise BadFrame("a frame of the video", "damaged", error) from None
-
-    return squared
+def _squared(frame: "av.VideoFrame | None", size: int) -> np.ndarray:
+    if frame is None or frame.is_corrupt:
+        raise BadFrame("a frame of the video", "damaged", "the decoder could not make a whole picture of it")
+    try:
+        return square(frame.to_ndarray(format="rgb24"), size)
+    except (VideoError, ValueError) as error:
+        raise BadFrame("a frame of the video", "damaged", error) from None

@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from streamclr.streams.names import SUFFIXES, natural_key
+from streamclr.streams.frame import SUFFIXES, natural_key
 
 POLL_SECONDS = 0.2
 
@@ -42,9 +43,7 @@ def _look(directory: str) -> dict[str, tuple[int, int]]:
     with os.scandir(directory) as entries:
         for entry in entries:
             if Path(entry.name).suffix.lower() in SUFFIXES and not entry.name.startswith("."):
-                try:
+                with suppress(FileNotFoundError):
                     state = entry.stat()
-                except FileNotFoundError:
-                    continue
-                found[entry.name] = (state.st_mtime_ns, state.st_size)
+                    found[entry.name] = (state.st_mtime_ns, state.st_size)
     return found

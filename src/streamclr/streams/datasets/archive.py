@@ -9,6 +9,8 @@ from pathlib import Path
 
 from streamclr.base.errors import UserError
 
+DAMAGE = (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, zlib.error, lzma.LZMAError)
+
 
 @contextmanager
 def open_archive(place: Path) -> Iterator[tarfile.TarFile]:
@@ -18,8 +20,6 @@ def open_archive(place: Path) -> Iterator[tarfile.TarFile]:
             yield archive
             while archive.fileobj and archive.fileobj.read(2**20):
                 pass  # to its end, where a compressed archive has its checksum
-    except (
-        tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, zlib.error, lzma.LZMAError,
-    ) as error:  # fmt: skip
+    except DAMAGE as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{place} is not a whole archive ({reason}): get it again") from None

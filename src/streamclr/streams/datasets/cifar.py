@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,13 @@ def _files(place: Path, wanted: set[str]) -> Files:
     """Base names to contents, of a folder or an archive."""
     if place.is_dir():
         return {p.name: p.read_bytes for p in place.iterdir() if p.is_file()}
-    contents = {}
+    files: Files = {}
     with open_archive(place) as archive:
         for member in archive:
             name = Path(member.name).name
             if name in wanted and member.isfile() and (file := archive.extractfile(member)):
-                contents[name] = file.read()
-    return {name: (lambda data=data: data) for name, data in contents.items()}  # type: ignore[misc]
+                files[name] = partial(bytes, file.read())
+    return files
 
 
 def _from_pickle(files: Files, name: str, where: str, n_classes: int) -> Records:
@@ -97,12 +98,10 @@ def _from_pickle(files: Files, name: str, where: str, n_classes: int) -> Records
 
 def _from_binary(files: Files, name: str, where: str, n_classes: int) -> Records:
     n_labels = 1 if n_classes == 10 else 2  # CIFAR-100: coarse, then fine
-    data = np.frombuffer(files[name](), np.uint8)
-    if not len(data) or len(data) % (n_labels + 3072):
-        raise UserError(
-            f"{where} has {len(data)} bytes, not a multiple of {n_labels + 3072}: it is truncated, get it again"
-        )
-    records = data.reshape(-1, n_labels + 3072)
+    data, size = np.frombuffer(files[name](), np.uint8), n_labels + 3072
+    if not len(data) or len(data) % size:
+        raise UserError(f"{where} has {len(data)} bytes, not a multiple of {size}: it is truncated, get it again")
+    records = data.reshape(-1, size)
     return records[:, n_labels:].reshape(-1, 3, 32, 32), records[:, n_labels - 1].astype(np.int64)
 
 

@@ -10,15 +10,15 @@ import numpy as np
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_size
 from streamclr.streams.datasets.images import DatasetSource
-from streamclr.streams.frame import BadFrame, decode, dimensions
-from streamclr.streams.names import SUFFIXES, natural_key
+from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key
 
 
 class FileImages:
     """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels."""
 
-    def __init__(self, paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int):
-        self.paths, self.labels, self.classes, self.size = paths, np.array(labels, np.int64), classes, size
+    def __init__(self, paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int | None):
+        self.paths, self.labels, self.classes = paths, np.array(labels, np.int64), classes
+        self.size = checked_size(_default_size(paths) if size is None else size)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -49,7 +49,7 @@ def folder(
         paths = sorted(filter(Path.is_file, map(Path, glob.glob(str(Path(path).expanduser())))), key=natural_key)
         if not paths:
             raise UserError(f"no file matches {path!r}: give a pattern of image files")
-        return DatasetSource(_files(paths, [], (), size), None, None, stc, seed, 1 if passes is None else passes)
+        return DatasetSource(FileImages(paths, [], (), size), None, None, stc, seed, 1 if passes is None else passes)
     root = _directory(path, "folder")
     splits = [root / name for name in ("val", "test") if (root / "train").is_dir() and (root / name).is_dir()]
     images = _images(root / "train" if splits else root, size)
@@ -82,9 +82,8 @@ def imagenet(
     root = _directory(path, "imagenet")
     for split in ("train", "val"):
         if not (root / split).is_dir():
-            raise UserError(
-                f"{root} has no folder {split}: ImageNet is expected as train/CLASS/*.JPEG and val/CLASS/*.JPEG"
-            )
+            expected = "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+            raise UserError(f"{root} has no folder {split}: ImageNet is expected as {expected}")
     if not (present := class_folders(root / "train")):
         raise UserError(f"{root / 'train'} has no folder: ImageNet is expected unpacked, as train/CLASS/*.JPEG")
     wanted = os.path.expanduser(str(classes))
@@ -129,8 +128,8 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None
         return sorted(found, key=natural_key)
 
     if classes is None:
-        folders = sorted((p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")), key=natural_key)
-        classes = tuple(p.name for p in folders if files(p))
+        folders = sorted(map(Path, class_folders(root)), key=natural_key)
+        classes = tuple(p.name for p in folders if files(root / p))
     paths, labels = ([], []) if classes else (files(root), [])
     for label, name in enumerate(classes):
         if not (root / name).is_dir() or not (found := files(root / name)):
@@ -138,14 +137,9 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None
         paths += found
         labels += [label] * len(found)
     if not paths:
-        raise UserError(
-            f"no images in {root}: it needs {', '.join(sorted(SUFFIXES))} files, flat or one folder per class"
-        )
-    return _files(paths, labels, classes, size)
-
-
-def _files(paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int | None) -> FileImages:
-    return FileImages(paths, labels, classes, checked_size(_default_size(paths) if size is None else size))
+        kinds = ", ".join(sorted(SUFFIXES))
+        raise UserError(f"no images in {root}: it needs {kinds} files, flat or one folder per class")
+    return FileImages(paths, labels, classes, size)
 
 
 def _default_size(paths: list[Path]) -> int:

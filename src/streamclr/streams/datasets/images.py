@@ -20,7 +20,22 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
     def images(self, numbers: np.ndarray) -> np.ndarray: ...  # uint8, n x 3 x H x W
-    def file(self, number: int) -> str | None: ...  # path of an image; None if it has no file of its own
+    def file(self, number: int) -> str | None:
+        """The path of an image; None if it has no file of its own."""
+        return None
+
+
+class Source(Protocol):
+    """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
+
+    n_images: int | None = None  # None: endless
+    epoch: int | None = None  # images in one pass; None: there are no passes
+    classes: tuple[str, ...] = ()  # empty: unlabelled
+    train: Images | None = None  # labelled images for stage two
+    test: Images | None = None
+
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...
+    def labels(self, numbers: np.ndarray) -> np.ndarray: ...
 
 
 class Numbered(Protocol):
@@ -51,7 +66,7 @@ def checked_images(images: np.ndarray) -> np.ndarray:
     return images
 
 
-class ArrayImages:
+class ArrayImages(Images):
     """Images in one array, n x 3 x H x W of uint8."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str]):
@@ -66,9 +81,6 @@ class ArrayImages:
     def images(self, numbers: np.ndarray) -> np.ndarray:
         return self._images[numbers]
 
-    def file(self, number: int) -> str | None:
-        return None
-
 
 class Splits(NamedTuple):
     """A dataset that fits in memory: uint8 images n x 3 x H x W and int64 labels."""
@@ -79,7 +91,7 @@ class Splits(NamedTuple):
     test_labels: np.ndarray
 
 
-class DatasetSource:
+class DatasetSource(Source):
     """A stream of a dataset, pass after pass, each image once a pass.
 
     streamed: the images of the stream.
@@ -88,6 +100,8 @@ class DatasetSource:
         be shorter. 1 is iid: a new shuffle each pass. None is the order of the dataset.
     passes: how often the dataset is streamed; None: without end.
     """
+
+    epoch: int
 
     def __init__(
         self,

@@ -61,15 +61,10 @@ def _run(data: bytes) -> Any:
                 stack.pop()
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
-            case "EMPTY_DICT":
-                stack.append({})
-            case "EMPTY_LIST":
-                stack.append([])
-            case "EMPTY_TUPLE":
-                stack.append(())
+            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
+                stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode.name]())
             case "DICT":
-                items = pop_to_mark()
-                stack.append(dict(_pairs(items)))
+                stack.append(dict(_pairs(pop_to_mark())))
             case "LIST":
                 stack.append(pop_to_mark())
             case "TUPLE":
@@ -77,17 +72,11 @@ def _run(data: bytes) -> Any:
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 n = int(opcode.name[-1])
                 stack[-n:] = [tuple(stack[-n:])]
-            case "APPEND":
-                item = stack.pop()
-                stack[-1].append(item)
-            case "APPENDS":
-                items = pop_to_mark()
+            case "APPEND" | "APPENDS":
+                items = pop_to_mark() if opcode.name == "APPENDS" else [stack.pop()]
                 stack[-1].extend(items)
-            case "SETITEM":
-                value, key = stack.pop(), stack.pop()
-                stack[-1].update(_pairs([key, value]))
-            case "SETITEMS":
-                items = pop_to_mark()
+            case "SETITEM" | "SETITEMS":
+                items = pop_to_mark() if opcode.name == "SETITEMS" else [stack.pop(-2), stack.pop()]
                 stack[-1].update(_pairs(items))
             case "PUT" | "BINPUT" | "LONG_BINPUT":
                 memo[arg] = stack[-1]

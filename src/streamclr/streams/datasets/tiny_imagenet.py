@@ -10,27 +10,9 @@ from streamclr.streams.datasets.archive import open_archive
 from streamclr.streams.datasets.folder import class_folders, imagenet
 from streamclr.streams.datasets.images import Images, Splits
 
-TINY_IMAGENET_20_CLASSES = (  # in the order of their folders, n01774750 to n09428293
-    "tarantula",
-    "tabby",
-    "dragonfly",
-    "bison",
-    "baboon",
-    "altar",
-    "backpack",
-    "basketball",
-    "computer keyboard",
-    "confectionery",
-    "gasmask",
-    "kimono",
-    "lifeboat",
-    "neck brace",
-    "organ",
-    "scoreboard",
-    "syringe",
-    "vestment",
-    "ice lolly",
-    "seashore",
+TINY_IMAGENET_20_CLASSES = tuple(  # in the order of their folders, n01774750 to n09428293
+    "tarantula, tabby, dragonfly, bison, baboon, altar, backpack, basketball, computer keyboard, confectionery, "
+    "gasmask, kimono, lifeboat, neck brace, organ, scoreboard, syringe, vestment, ice lolly, seashore".split(", ")
 )
 
 
@@ -50,10 +32,9 @@ def read_tiny_imagenet(place: Path) -> Splits | None:
     source = imagenet(str(place), classes=(n := len(TINY_IMAGENET_20_CLASSES)), size=64)
     if (n_there := len(class_folders(place / "train"))) > n:
         raise UserError(f"{place / 'train'} has {n_there} classes, not the {n} of Tiny ImageNet-20: give its archive")
-    assert source.train is not None
-    assert source.test is not None
     return Splits(*_all(source.train), *_all(source.test))
 
 
-def _all(images: Images) -> tuple[np.ndarray, np.ndarray]:
+def _all(images: Images | None) -> tuple[np.ndarray, np.ndarray]:
+    assert images is not None
     return images.images(np.arange(len(images))), images.labels
