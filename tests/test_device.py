@@ -94,17 +94,17 @@ def test_without_answers_there_are_no_features(config, weights):
 
 
 def test_the_answers_of_a_person_are_its_labels(config, weights, tmp_path):
-    from streamclr.labelling.session import Asking
+    from streamclr.labelling.session import LabelSession
 
     config = RunOptions(**{**vars(config), "label_budget": "6"})
     learn(config, weights, 32)
-    with closing(Asking(RunDirectory(tmp_path / "device"))) as asking:
-        asking.prepare()
-        for number, question in enumerate(asking.questions[:4]):
+    with closing(LabelSession(RunDirectory(tmp_path / "device"))) as session:
+        session.prepare()
+        for number, question in enumerate(session.questions[:4]):
             name = ("cat", "dog")[number % 2]
-            known = {n: i for i, n in asking.labels.classes().items()}
-            class_id = known[name] if name in known else asking.labels.add_class(name)
-            asking.labels.answer(f"request {number}", "label", [question.key], class_id)
+            known = {n: i for i, n in session.labels.classes().items()}
+            class_id = known[name] if name in known else session.labels.add_class(name)
+            session.labels.answer(f"request {number}", "label", [question.key], class_id)
     with closing(Device(config)) as device:
         features, names = device.features(weights)
     assert features.shape[0] == 4

@@ -9,7 +9,7 @@ from typing import Any
 
 from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
-from streamclr.labelling.session import Asking
+from streamclr.labelling.session import LabelSession
 from streamclr.labelling.store import KINDS, checked_name
 
 FROM, TO = "label", "image"  # names of the two parts in INTERFACE
@@ -24,7 +24,7 @@ HEAD = ["key", "image", "arrival", "answer", "label", "prediction", "probability
 Read = tuple[int, str, str, str | None]  # line, key, kind of answer, name of the class
 
 
-def export_labels(asking: Asking, file: Path) -> int:
+def export_labels(session: LabelSession, file: Path) -> int:
     """Write all questions, answered or not, with the classifier's predictions. The suffix of the file gives the
     format. Returns the number of questions."""
     write = {".json": _write_tasks, ".csv": _write_csv}.get(file.suffix.lower())
@@ -36,13 +36,13 @@ def export_labels(asking: Asking, file: Path) -> int:
             raise UserError(f"{taken} exists already and is not overwritten: give another name")
     if not file.parent.is_dir():
         raise UserError(f"no directory {file.parent} for {file.name}: make it, or give another name")
-    asking.labels.note("given", str(file.name))  # exported questions are never replaced
-    if asking.questions != asking.labels.questions():
+    session.labels.note("given", str(file.name))  # exported questions are never replaced
+    if session.questions != session.labels.questions():
         raise UserError("the questions changed during the export: export again")
-    return write(asking, file)
+    return write(session, file)
 
 
-def import_labels(asking: Asking, file: Path) -> int:
+def import_labels(session: LabelSession, file: Path) -> int:
     """Read the answers in a file of `export_labels` or Label Studio, all or none. Returns the number of new answers."""
     read = {".json": _read_tasks, ".csv": _read_csv}.get(file.suffix.lower())
     if read is None:
@@ -55,13 +55,13 @@ def import_labels(asking: Asking, file: Path) -> int:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise UserError(f"{file}, line {line}: not UTF-8 text: nothing was changed") from None
-    known = {question.key for question in asking.labels.questions()}
+    known = {question.key for question in session.labels.questions()}
     answers: list[tuple[str, str, str | None]] = []
     seen: dict[str, int] = {}
     for line, key, kind, name in read(text, file):
         where = f"{file}, line {line}"
         if key not in known:
-            raise UserError(f"{where}: no question {key[:40]!r} in {asking.directory.path}: nothing was changed")
+            raise UserError(f"{where}: no question {key[:40]!r} in {session.directory.path}: nothing was changed")
         if key in seen:
             raise UserError(f"{where}: {key} already has an answer in line {seen[key]}: nothing was changed")
         if name is not None:
@@ -71,18 +71,18 @@ def import_labels(asking: Asking, file: Path) -> int:
                 raise UserError(f"{where}: {error}: nothing was changed") from None
         seen[key] = line
         answers.append((key, kind, name))
-    return asking.labels.bring_in(answers)
+    return session.labels.bring_in(answers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _rows(asking: Asking) -> list[dict[str, Any]]:
+def _rows(session: LabelSession) -> list[dict[str, Any]]:
     """One row per question, the same for both formats."""
-    answers, names = (asking.labels.answers(), asking.labels.classes())  # in this order: no answer without its class
+    answers, names = (session.labels.answers(), session.labels.classes())  # in this order: no answer without its class
     rows = []
-    for row, question in enumerate(asking.questions):
-        answer, guess = answers.get(question.key), asking.guess(row)
+    for row, question in enumerate(session.questions):
+        answer, guess = answers.get(question.key), session.guess(row)
         rows.append(
             {
                 "key": question.key,
@@ -96,10 +96,10 @@ def _rows(asking: Asking) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_tasks(asking: Asking, file: Path) -> int:
+def _write_tasks(session: LabelSession, file: Path) -> int:
     tasks = []
-    for number, row in enumerate(_rows(asking), 1):
-        picture = asking.labels.picture(row["key"])
+    for number, row in enumerate(_rows(session), 1):
+        picture = session.labels.picture(row["key"])
         assert picture is not None
         image = "data:image/png;base64," + base64.b64encode(picture).decode()
         task: dict[str, Any] = {"id": number, "data": {"image": image, "key": row["key"], "arrival": row["arrival"]}}
@@ -112,7 +112,7 @@ def _write_tasks(asking: Asking, file: Path) -> int:
     # One task per line, so that errors can name the line.
     lines = ",\n".join(json.dumps(task, ensure_ascii=False) for task in tasks)
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    choices = "\n".join(f'    <Choice value="{_escaped(name)}"/>' for name in asking.labels.classes().values())
+    choices = "\n".join(f'    <Choice value="{_escaped(name)}"/>' for name in session.labels.classes().values())
     file.with_suffix(".xml").write_text(INTERFACE.format(choices=choices), encoding="utf-8")
     return len(tasks)
 
@@ -219,16 +219,16 @@ def _pictures(file: Path) -> Path:
     return file.with_name(f"{file.stem}-images")
 
 
-def _write_csv(asking: Asking, file: Path) -> int:
+def _write_csv(session: LabelSession, file: Path) -> int:
     """Write the table, and the pictures into a folder next to it."""
     folder = _pictures(file)
     folder.mkdir()
-    rows = _rows(asking)
+    rows = _rows(session)
     with file.open("w", encoding="utf-8", newline="") as out:
         table = csv.DictWriter(out, HEAD)
         table.writeheader()
         for row in rows:
-            picture = asking.labels.picture(row["key"])
+            picture = session.labels.picture(row["key"])
             assert picture is not None
             (folder / f"{row['key']}.png").write_bytes(picture)
             safe = {name: cell.written(value) for name, value in row.items()}

@@ -46,7 +46,7 @@ class Training:
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
 
 
-class Asking:
+class LabelSession:
     """The questions about one run, for a page or a command; features are computed once."""
 
     def __init__(self, directory: RunDirectory):
@@ -227,7 +227,7 @@ class Asking:
         }
 
     def _to_ask(self, answers: dict[str, Answer]) -> list[int]:
-        """The rows that are not answered, in the asking order; then those that were skipped."""
+        """The rows that are not answered, in the order of questions; then those that were skipped."""
         rows = [row for row, question in enumerate(self.questions) if question.key not in answers]
         skipped = [
             (answers[question.key].number, row)
@@ -262,11 +262,11 @@ class Asking:
 class Worker:
     """Prepares the questions and trains the head again after every answer, in a thread of its own."""
 
-    def __init__(self, asking: Asking):
-        self.asking = asking
+    def __init__(self, session: LabelSession):
+        self.session = session
         self._wake = threading.Event()
         self._ends = self._opened = self._held_back = False
-        self._thread = threading.Thread(target=self._work, name="asking", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="labelling", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -281,7 +281,7 @@ class Worker:
         self._ends = True
         self.wake()
         self._thread.join(30)
-        self.asking.close()
+        self.session.close()
 
     def _work(self) -> None:
         looked = -math.inf
@@ -290,30 +290,30 @@ class Worker:
                 if self._opened or time.monotonic() - looked > LOOK_EVERY_SECONDS:
                     looked = time.monotonic()
                     self._prepare_if_due()
-                if self.asking.is_behind():
-                    self.asking.train()
+                if self.session.is_behind():
+                    self.session.train()
             except FAILURES as error:  # a full disk may have room the next time
-                self.asking.message = f"the classifier is not saved ({error})"
+                self.session.message = f"the classifier is not saved ({error})"
             self._wake.wait(LOOK_EVERY_SECONDS)
             self._wake.clear()
 
     def _prepare_if_due(self) -> None:
         """Prepare while there are no questions, and with a new encoder when the run has ended or somebody opens the
         page. Questions that another process has chosen are taken over."""
-        asking, opened = self.asking, self._opened
+        session, opened = self.session, self._opened
         if opened:
             self._opened = False
         try:
-            newest = asking.directory.newest_encoder()
-            is_new = newest not in (None, asking.model_of) or self._held_back
-            if not asking.questions or (is_new and (opened or newest == FINISHED)):
-                in_use = bool(asking.questions) and newest != FINISHED and asking.labels.quiet() < SESSION_SECONDS
-                asking.prepare(choose_anew=not in_use)
+            newest = session.directory.newest_encoder()
+            is_new = newest not in (None, session.model_of) or self._held_back
+            if not session.questions or (is_new and (opened or newest == FINISHED)):
+                in_use = bool(session.questions) and newest != FINISHED and session.labels.quiet() < SESSION_SECONDS
+                session.prepare(choose_anew=not in_use)
                 self._held_back = in_use
-            elif asking.questions != asking.labels.questions():
-                asking.prepare(choose_anew=False)
+            elif session.questions != session.labels.questions():
+                session.prepare(choose_anew=False)
         except FAILURES as error:
-            asking.message = str(error)
+            session.message = str(error)
 
 
 FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
