@@ -72,11 +72,15 @@ def test_local_statistics_stay(config, weights):
     assert torch.equal(model.encoder.conv1.weight, sent["encoder.conv1.weight"])
 
 
-def test_weights_that_do_not_fit_are_told_and_change_nothing(config, weights):
+@pytest.mark.parametrize("n_rounds", [0, 1])  # done before, so that the second has a checkpoint to spoil
+def test_weights_that_do_not_fit_are_told_and_change_nothing(config, weights, n_rounds):
+    for _ in range(n_rounds):
+        learn(config, weights)
     with pytest.raises(UserError, match="what the server sent does not fit"):
         learn(config, weights | {"encoder.conv1.weight": torch.zeros(3, 3, 3, 3)})
     with pytest.raises(UserError, match="other is not known"):
         learn(config, weights | {"other": torch.zeros(1)})
+    assert learn(config, weights, 16).n_images == 16
 
 
 def test_features_are_sent_and_no_images(config, weights):
