@@ -1,7 +1,6 @@
 """The global encoder: the mean of the devices' updates, without broken or poisoned ones."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -56,12 +55,6 @@ class Round:
     loss: float = math.nan  # mean over the images
     moved: float = math.nan  # length of the step of the global encoder
 
-    def __str__(self) -> str:
-        of = f" of {self.n_asked}" if self.n_asked else ""
-        why = Counter(self.refused.values())
-        refused = "".join(f" | {n} rejected: {reason}" for reason, n in sorted(why.items()))
-        return f"round {self.number} | {len(self.taken)}{of} devices | loss {self.loss:.3f}{refused}"
-
 
 class Average:
     """The global encoder and how it moves.
@@ -87,14 +80,8 @@ class Average:
         """One round: reject bad updates, average the rest, move. If none is left, the encoder stays as it is."""
         self.n_rounds += 1
         done = Round(self.n_rounds, n_asked)
-        sound = []
-        for update in updates:
-            if why := self._fault(update):
-                done.refused[update.device] = why
-            else:
-                sound.append(update)
-        near = self._near(sound, done)
-        if near:
+        done.refused = {update.device: why for update in updates if (why := self._fault(update))}
+        if near := self._near([update for update in updates if update.device not in done.refused], done):
             self._move(near, done)
         return done
 
@@ -109,9 +96,8 @@ class Average:
             return "a negative variance"
         return "" if update.n_images > 0 else "no images"
 
-    def _near(self, updates: Sequence[Update], done: Round) -> list[Update]:
+    def _near(self, near: list[Update], done: Round) -> list[Update]:
         """The updates of usual length. Random weights, for example, are much farther from the global encoder."""
-        near = list(updates)
         for kind in ("weights", "statistics"):
             names = [name for name in self.weights if is_statistic(name) == (kind == "statistics")]
             if not names or not near:
@@ -119,10 +105,9 @@ class Average:
             lengths = {u.device: _length({n: u.weights[n] - self.weights[n] for n in names}) for u in near}
             before = self.lengths.get(kind, [])
             usual = median(lengths.values()) if len(lengths) >= 3 else median(before) if before else math.inf
-            for update in list(near):
-                if lengths[update.device] > MAX_LENGTH_RATIO * usual:
-                    done.refused[update.device] = "too far from the others"
-                    near.remove(update)
+            far = [device for device, length in lengths.items() if length > MAX_LENGTH_RATIO * usual]
+            done.refused |= dict.fromkeys(far, "too far from the others")
+            near = [update for update in near if update.device not in far]
             self.lengths[kind] = [*before, *(lengths[u.device] for u in near)][-N_LENGTHS_KEPT:]
         return near
 
