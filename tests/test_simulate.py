@@ -165,8 +165,8 @@ def test_a_round_does_not_wait_for_the_slowest(monkeypatch, flower):
     monkeypatch.setattr(strategy, "time", time)  # Ray's threads have the real one
     for n_replies, waited in ((3, 20), (2, 30), (1, 600), (0, 600)):
         clock[0] = 0.0
-        grid = strategy.Patient(Slow([reply(number) for number in range(n_replies)]), patience=3)
-        got = grid.send_and_receive([None] * 3, timeout=600)
+        grid = Slow([reply(number) for number in range(n_replies)])
+        got = strategy.replies_of(grid, [None] * 3, timeout=600, patience=3)
         assert (len(got), clock[0]) == (n_replies, waited)
 
 
@@ -199,19 +199,19 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
         reply(5, RecordDict({"arrays": other, "metrics": metrics})),
         reply(6, RecordDict({"arrays": MetricRecord({ARRAY: 1}), "metrics": metrics})),
     ]
-    fleet.aggregate_train(1, replies)
+    fleet.take_updates(replies, len(replies), 1.0)
     (line,) = read_rounds(tmp_path / "server")
     assert line["taken"] == ["1"]
     assert set(line["failed"]) == {"2", "3", "4", "5", "6"}
     assert line["failed"]["4"] == "no camera"
     told = [reply(4, Error(0, "no disk")), reply(6, RecordDict({"features": MetricRecord({ARRAY: 1})}))]
-    fleet.aggregate_evaluate(1, told)
+    fleet.take_labels(told)
     assert "device 4 sent no labels: no disk" in capsys.readouterr().err
     assert rounds.refused["labels"] == 1
 
 
 def test_every_device_has_the_classifier_once(tmp_path, flower):
-    from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.app import Message, MetricRecord, RecordDict
 
     from streamclr.fleet.strategy import Fleet, as_record, as_weights
 
@@ -224,7 +224,7 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
     fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
 
     def asked_with_head():
-        messages = fleet.configure_train(1, as_record({}), ConfigRecord({}), Grid())
+        messages = fleet.train_messages(Grid())
         with_head = [message for message in messages if "head" in message.content]
         for message in with_head:
             sent = as_weights(message.content["encoder"])
@@ -240,7 +240,7 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
     content["metrics"] = MetricRecord({"num-examples": 16, "loss": 2.0})
     answer = Message(RecordDict(content), reply_to=Message(RecordDict(), dst_node_id=2, message_type="train"))
     answer.metadata.__dict__["_src_node_id"] = 2
-    fleet.aggregate_train(1, [answer])  # the encoder of the fleet moves on
+    fleet.take_updates([answer], 3, 1.0)  # the encoder of the fleet moves on
     assert asked_with_head() == {1, 3}
 
 
