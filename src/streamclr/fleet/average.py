@@ -70,8 +70,7 @@ class Average:
             if not 0 <= value < 1:
                 raise UserError(f"{name} is {value}: use 0 (none) or more, below 1")
         self.momentum, self.slow, self.most_images = momentum, slow, most_images
-        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
-        self.kept = {name: tensor.clone() for name, tensor in weights.items()}  # for use
+        self.weights, self.kept = dict(weights), dict(weights)  # to continue with, and for use
         self.velocity = {name: torch.zeros_like(t) for name, t in weights.items() if not is_statistic(name)}
         self.lengths: dict[str, list[float]] = {}  # of the last updates, for weights and statistics
         self.n_rounds = 0
@@ -131,8 +130,7 @@ class Average:
         done.moved = _length({name: self.weights[name] - before[name] for name in self.velocity})
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("weights", "kept", "velocity", "lengths", "n_rounds")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("weights", "kept", "velocity", "lengths", "n_rounds")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in ("weights", "kept", "velocity"):
