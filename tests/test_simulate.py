@@ -14,7 +14,7 @@ from PIL import Image
 from streamclr import UserError
 from streamclr.fleet.average import exchanged
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
-from streamclr.fleet.options import SHARED, RoundsOptions, SimulateOptions
+from streamclr.fleet.options import RoundsOptions, SimulateOptions
 from streamclr.fleet.rounds import Rounds, read_rounds
 from streamclr.fleet.simulate import drops_out, prepared, run_rounds, simulate, simulated
 from streamclr.fleet.split import whole_of
@@ -178,7 +178,7 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
     config = RunOptions(width=1, stem="small", size=8)
     options = RoundsOptions(round_images=16)
     rounds = Rounds(tmp_path / "server", config, options.of_the_rounds)
-    fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
+    fleet = Fleet(rounds, options)
     metrics = MetricRecord({"num-examples": 16, "loss": 2.0})
     other = ArrayRecord({"encoder.conv1.weight": torch.zeros(1)})
     good = as_record({name: tensor + 0.01 for name, tensor in rounds.average.weights.items()})
@@ -220,8 +220,8 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
             return [1, 2, 3]
 
     options = RoundsOptions(round_images=16)
-    rounds = Rounds(tmp_path / "server", (config := RunOptions(width=1, stem="small", size=8)), options.of_the_rounds)
-    fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
+    rounds = Rounds(tmp_path / "server", RunOptions(width=1, stem="small", size=8), options.of_the_rounds)
+    fleet = Fleet(rounds, options)
 
     def asked_with_head():
         messages = fleet.train_messages(Grid())

@@ -80,4 +80,4 @@ server = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = ServerOptions(**json.loads(str(context.run_config["fleet"])))
     with closing(Rounds(Path(config.out), config.learner, config.of_the_rounds)) as rounds:
-        Fleet(rounds, config, vars(config.learner)).run(grid)
+        Fleet(rounds, config).run(grid)

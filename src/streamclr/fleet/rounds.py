@@ -55,22 +55,21 @@ class Rounds:
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
-        self.path, self.options = path, options
+        self.path, self.learner, self.options = path, learner, options
         with seeded(learner.seed):
             model = initial_model(learner)
             self.model = model if isinstance(model, ContrastiveModel) else ContrastiveModel(model)
-        self.size = learner.size
         weights = exchanged(self.model, options["statistics"])
         self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
         self.head: FleetHead | None = None
         self.refused: Counter[str] = Counter()
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self._open(learner)
+        self._open()
 
-    def _open(self, learner: RunOptions) -> None:
+    def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         file, journal = self.path / "fleet.json", self.path / "rounds.jsonl"
-        own = json.loads(json.dumps({**asdict(learner), "out": None, **self.options}))
+        own = json.loads(json.dumps({**asdict(self.learner), "out": None, **self.options}))
         if file.exists():
             there = read_json(file)
             for name, value in own.items():
@@ -143,8 +142,9 @@ class Rounds:
         head = train_head(torch.cat(features), targets, len(classes), quiet=True)
         self.head = FleetHead(dict(head.state_dict()), classes, len(names), self.average.kept)
         self._save()
-        if self.size is not None and self.options["statistics"] == "shared":  # else only the devices have statistics
-            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, self.size)
+        size = self.learner.size
+        if size is not None and self.options["statistics"] == "shared":  # else only the devices have statistics
+            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, size)
         say(f"classifier from {len(names)} labels of {len(features)} devices, {len(classes)} classes")
         return self.head
 

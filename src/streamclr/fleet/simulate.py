@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import random
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -88,22 +89,16 @@ def _run(options: SimulateOptions, learner: RunPlan, rounds: Rounds) -> None:
 
     @server.main()
     def main(grid: "Grid", context: "Context") -> None:
-        Fleet(rounds, options, vars(learner)).run(grid)
+        while len(list(grid.get_node_ids())) < options.devices:  # the engine is still starting them
+            time.sleep(0.1)
+        Fleet(rounds, options).run(grid)
 
-    run_simulation(
-        server,
-        client_app(partial(simulated, options, learner, (rounds.path / "devices").resolve())),
-        num_supernodes=options.devices,
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {
-                "address": "local",  # never a cluster that somebody else runs on this machine
-                "num_cpus": options.workers or os.cpu_count() or 1,
-                "object_store_memory": 200 * 2**20,
-                "log_to_driver": False,
-            },
-        },
-    )
+    # "local": never a cluster that somebody else runs on this machine.
+    ray = {"address": "local", "num_cpus": options.workers or os.cpu_count() or 1}
+    ray |= {"object_store_memory": 200 * 2**20, "log_to_driver": False}
+    backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": ray}
+    device = client_app(partial(simulated, options, learner, (rounds.path / "devices").resolve()))
+    run_simulation(server, device, options.devices, backend_config=backend)
 
 
 def simulated(

@@ -35,14 +35,12 @@ def as_weights(record: ArrayRecord) -> Weights:
 
 
 class Fleet:
-    """Rounds that go on without devices that fail, send a bad update or do not answer.
+    """Rounds that go on without devices that fail, send a bad update or do not answer."""
 
-    shared: options of the learner, of which the devices get those that are `SHARED`.
-    """
-
-    def __init__(self, rounds: Rounds, config: RoundsOptions, shared: dict[str, Any]):
+    def __init__(self, rounds: Rounds, config: RoundsOptions):
         self.rounds, self.config = rounds, config
-        self.shared = {name: "" if shared[name] is None else shared[name] for name in SHARED}
+        options = {name: getattr(rounds.learner, name) for name in SHARED}
+        self.shared = {name: "" if value is None else value for name, value in options.items()}  # Flower has no None
         self._have_head: set[int] = set()  # devices that have the current classifier
 
     def run(self, grid: Grid) -> None:

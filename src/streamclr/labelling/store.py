@@ -170,7 +170,7 @@ class Labels:
     def answers(self) -> dict[str, Answer]:
         """The current answer of each image, by its key."""
         rows = self._read("SELECT key, kind, class, number FROM current ORDER BY number")
-        return {key: Answer(kind, class_id, number) for key, kind, class_id, number in rows}
+        return {key: Answer(*rest) for key, *rest in rows}
 
     def change(self) -> int:
         """A number that changes when another connection has changed the database. Cheap to read."""
@@ -221,21 +221,19 @@ class Labels:
 
     def bring_in(self, answers: Sequence[tuple[str, str, str | None]]) -> int:
         """Add imported answers (key, kind, class name), all or none. Returns the number of new answers."""
-        now, request, n_new = self.answers(), f"import-{secrets.token_hex(16)}", 0
-        alike: dict[tuple[str, str | None], list[str]] = {}
-        for key, kind, name in answers:
-            alike.setdefault((kind, name), []).append(key)
+        now, request = self.answers(), f"import-{secrets.token_hex(16)}"
+        new: dict[tuple[str, int | None], list[str]] = {}
         with self._change() as db:
             numbers = {name: number for number, name in db.execute("SELECT id, name FROM classes")}
-            for (kind, name), keys in alike.items():
+            for key, kind, name in answers:
                 if name is not None and name not in numbers:
                     numbers[name] = _add_class(db, checked_name(name))
                 class_id = None if name is None else numbers[name]
-                keys = [key for key in keys if key not in now or now[key][:2] != (kind, class_id)]
-                if keys:
-                    _answer(db, f"{request}/{kind}/{class_id}", kind, keys, class_id)
-                n_new += len(keys)
-        return n_new
+                if key not in now or now[key][:2] != (kind, class_id):
+                    new.setdefault((kind, class_id), []).append(key)
+            for (kind, class_id), keys in new.items():
+                _answer(db, f"{request}/{kind}/{class_id}", kind, keys, class_id)
+        return sum(map(len, new.values()))
 
 
 def checked_name(name: str) -> str:
