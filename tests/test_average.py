@@ -55,7 +55,6 @@ def test_a_broken_or_poisoned_update_is_refused_and_changes_nothing(bad, why):
     sound, average = [update(str(i)) for i in range(3)], Average(START)
     done = average.take([*sound, bad], n_asked=4)
     assert done.refused == {"bad": why}
-    assert f"1 rejected: {why}" in str(done)
     without = Average(START)
     without.take(sound)
     assert all(torch.equal(average.weights[name], without.weights[name]) for name in START)

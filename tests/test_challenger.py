@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamclr.labelling.session import Asking
+from streamclr.labelling.session import LabelSession
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Versions
 from streamclr.records.checkpoints import Checkpoints
@@ -38,7 +38,7 @@ NAMES = ("red", "green", "blue")
 def asked(tmp_path_factory):
     """A run whose questions are chosen, an image of each of three colours in turn; to be copied."""
     path = make_run(tmp_path_factory.mktemp("challenger") / "asked", budget="60", width=4)
-    one = Asking(RunDirectory(path))
+    one = LabelSession(RunDirectory(path))
     one.prepare()
     for name in NAMES:
         one.labels.add_class(name)

@@ -167,7 +167,7 @@ def test_a_fleet_on_loopback(tmp_path):
 
         server.send_signal(signal.SIGTERM)
         assert server.wait(MOST) == 128 + signal.SIGTERM
-        assert "goes on" in place.log("server")
+        assert "run the same command to continue" in place.log("server")
         assert all(len(line["taken"]) + len(line["refused"]) <= 4 for line in place.rounds())
         assert not (tmp_path / "device9").exists()  # it was never asked for anything
         weights = load_tensors(tmp_path / "server" / "model.safetensors")

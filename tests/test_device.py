@@ -72,11 +72,15 @@ def test_local_statistics_stay(config, weights):
     assert torch.equal(model.encoder.conv1.weight, sent["encoder.conv1.weight"])
 
 
-def test_weights_that_do_not_fit_are_told_and_change_nothing(config, weights):
+@pytest.mark.parametrize("n_rounds", [0, 1])  # done before, so that the second has a checkpoint to spoil
+def test_weights_that_do_not_fit_are_told_and_change_nothing(config, weights, n_rounds):
+    for _ in range(n_rounds):
+        learn(config, weights)
     with pytest.raises(UserError, match="what the server sent does not fit"):
         learn(config, weights | {"encoder.conv1.weight": torch.zeros(3, 3, 3, 3)})
     with pytest.raises(UserError, match="other is not known"):
         learn(config, weights | {"other": torch.zeros(1)})
+    assert learn(config, weights, 16).n_images == 16
 
 
 def test_features_are_sent_and_no_images(config, weights):
@@ -94,17 +98,17 @@ def test_without_answers_there_are_no_features(config, weights):
 
 
 def test_the_answers_of_a_person_are_its_labels(config, weights, tmp_path):
-    from streamclr.labelling.session import Asking
+    from streamclr.labelling.session import LabelSession
 
     config = RunOptions(**{**vars(config), "label_budget": "6"})
     learn(config, weights, 32)
-    with closing(Asking(RunDirectory(tmp_path / "device"))) as asking:
-        asking.prepare()
-        for number, question in enumerate(asking.questions[:4]):
+    with closing(LabelSession(RunDirectory(tmp_path / "device"))) as session:
+        session.prepare()
+        for number, question in enumerate(session.questions[:4]):
             name = ("cat", "dog")[number % 2]
-            known = {n: i for i, n in asking.labels.classes().items()}
-            class_id = known[name] if name in known else asking.labels.add_class(name)
-            asking.labels.answer(f"request {number}", "label", [question.key], class_id)
+            known = {n: i for i, n in session.labels.classes().items()}
+            class_id = known[name] if name in known else session.labels.add_class(name)
+            session.labels.answer(f"request {number}", "label", [question.key], class_id)
     with closing(Device(config)) as device:
         features, names = device.features(weights)
     assert features.shape[0] == 4

@@ -13,7 +13,7 @@ from PIL import Image
 
 from streamclr.base.errors import UserError
 from streamclr.labelling.exchange import HEAD, export_labels, import_labels
-from streamclr.labelling.session import Asking
+from streamclr.labelling.session import LabelSession
 from streamclr.labelling.store import Labels, Question
 from streamclr.records.directory import RunDirectory
 from support.labelling import SIZE, colours, keys, make_run, opened, reach
@@ -29,7 +29,7 @@ def chosen(tmp_path_factory):
 
 
 @pytest.fixture
-def asking(chosen, tmp_path):
+def session(chosen, tmp_path):
     one = opened(shutil.copytree(chosen, tmp_path / "run"))
     yield one
     one.close()
@@ -66,32 +66,32 @@ def dump(one):
 
 
 @pytest.mark.parametrize("kind", ["json", "csv"])
-def test_there_and_back_it_is_the_same(asking, other, tmp_path, kind):
-    answer_some(asking)
+def test_there_and_back_it_is_the_same(session, other, tmp_path, kind):
+    answer_some(session)
     file = tmp_path / f"labels.{kind}"
-    assert export_labels(asking, file) == 20
-    before = dump(asking)
-    assert import_labels(asking, file) == 0
-    assert dump(asking) == before
+    assert export_labels(session, file) == 20
+    before = dump(session)
+    assert import_labels(session, file) == 0
+    assert dump(session) == before
     assert import_labels(other, file) == len(NAMES) + 2
-    assert answers(other) == answers(asking)
+    assert answers(other) == answers(session)
     assert import_labels(other, file) == 0
 
 
-def test_nothing_is_answered_and_nothing_comes_back(asking, tmp_path):
+def test_nothing_is_answered_and_nothing_comes_back(session, tmp_path):
     for name in ("labels.json", "labels.csv", "LABELS.CSV"):
-        assert export_labels(asking, tmp_path / name) == 20
-        assert import_labels(asking, tmp_path / name) == 0
-    assert asking.labels.answers() == {}
+        assert export_labels(session, tmp_path / name) == 20
+        assert import_labels(session, tmp_path / name) == 0
+    assert session.labels.answers() == {}
 
 
-def test_an_answer_in_the_file_takes_the_place_of_the_one_before_and_none_leaves_it(asking, tmp_path):
+def test_an_answer_in_the_file_takes_the_place_of_the_one_before_and_none_leaves_it(session, tmp_path):
     file = tmp_path / "labels.csv"
-    answer_some(asking, ["cat", "dog"])
-    first, second, third = keys(asking)[:3]
+    answer_some(session, ["cat", "dog"])
+    first, second, third = keys(session)[:3]
     file.write_text(f"key,label\n{first},dog\n{second},\n{third},cat\n")
-    assert import_labels(asking, file) == 2
-    assert [answers(asking)[key] for key in (first, second, third)] == [("label", "dog")] * 2 + [("label", "cat")]
+    assert import_labels(session, file) == 2
+    assert [answers(session)[key] for key in (first, second, third)] == [("label", "dog")] * 2 + [("label", "cat")]
 
 
 # ---- Label Studio ----------------------------------------------------------------------------------------------------
@@ -102,14 +102,14 @@ def tasks_of(one, tmp_path):
     return json.loads((tmp_path / "tasks.json").read_text("utf-8"))
 
 
-def test_a_task_has_its_picture_the_answer_and_the_prediction(asking, tmp_path):
+def test_a_task_has_its_picture_the_answer_and_the_prediction(session, tmp_path):
     """https://labelstud.io/guide/task_format and https://labelstud.io/guide/predictions"""
-    answer_some(asking, ["cat", "dog", "cat", "猫"])
-    trained = asking.train()
-    tasks = tasks_of(asking, tmp_path)
+    answer_some(session, ["cat", "dog", "cat", "猫"])
+    trained = session.train()
+    tasks = tasks_of(session, tmp_path)
     images = colours(90)
-    names = asking.labels.classes()
-    for row, (task, question) in enumerate(zip(tasks, asking.questions, strict=True)):
+    names = session.labels.classes()
+    for row, (task, question) in enumerate(zip(tasks, session.questions, strict=True)):
         head, data = task["data"]["image"].split(",")
         assert head == "data:image/png;base64"
         picture = torch.tensor(list(Image.open(io.BytesIO(base64.b64decode(data))).tobytes())).view(SIZE, SIZE, 3)
@@ -129,15 +129,15 @@ def test_a_task_has_its_picture_the_answer_and_the_prediction(asking, tmp_path):
     assert all(task["annotations"][0]["was_cancelled"] for task in tasks[4:6])
 
 
-def test_without_a_classifier_there_is_no_prediction(asking, tmp_path):
-    answer_some(asking, ["cat"])
-    assert {len(task["predictions"]) for task in tasks_of(asking, tmp_path)} == {0}
+def test_without_a_classifier_there_is_no_prediction(session, tmp_path):
+    answer_some(session, ["cat"])
+    assert {len(task["predictions"]) for task in tasks_of(session, tmp_path)} == {0}
 
 
-def test_the_labelling_interface_has_the_names_of_the_results(asking, tmp_path):
+def test_the_labelling_interface_has_the_names_of_the_results(session, tmp_path):
     """https://labelstud.io/tags/choices"""
-    answer_some(asking)
-    tasks_of(asking, tmp_path)
+    answer_some(session)
+    tasks_of(session, tmp_path)
     view = ET.fromstring((tmp_path / "tasks.xml").read_text("utf-8"))
     assert view.find("Image").attrib == {"name": "image", "value": "$image"}
     assert view.find("Choices").attrib == {"name": "label", "toName": "image", "choice": "single-radio"}
@@ -205,12 +205,12 @@ def by_label_studio(tasks, answered):
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_what_label_studio_gives_back_is_read(asking, tmp_path, indent):
-    answer_some(asking, ["cat", "dog", "cat"])
-    asking.train()
-    before = answers(asking)
-    tasks = tasks_of(asking, tmp_path)
-    a, b, c, d, e, f = keys(asking)[5:11]
+def test_what_label_studio_gives_back_is_read(session, tmp_path, indent):
+    answer_some(session, ["cat", "dog", "cat"])
+    session.train()
+    before = answers(session)
+    tasks = tasks_of(session, tmp_path)
+    a, b, c, d, e, f = keys(session)[5:11]
     answered = {
         a: [annotation(1, "bird")],
         b: [annotation(1, was_cancelled=True)],
@@ -218,38 +218,38 @@ def test_what_label_studio_gives_back_is_read(asking, tmp_path, indent):
         d: [annotation(7, "dog"), annotation(2, "cat")],  # in any order: the one that was made last
         e: [annotation(1, was_cancelled=True), annotation(2, "bird", was_cancelled=True)],
         f: [annotation(1, "cat")],
-        keys(asking)[0]: [annotation(9, "bird")],  # somebody thinks otherwise
+        keys(session)[0]: [annotation(9, "bird")],  # somebody thinks otherwise
     }
     file = tmp_path / "project-3-at-2024-03-09-22-20-b9ff1b2c.json"
     file.write_text(json.dumps(by_label_studio(tasks, answered), ensure_ascii=indent is None, indent=indent), "utf-8")
-    assert import_labels(asking, file) == 7
-    assert answers(asking) == before | {
+    assert import_labels(session, file) == 7
+    assert answers(session) == before | {
         a: ("label", "bird"),
         b: ("skip", None),
         c: ("label", "cat"),
         d: ("label", "dog"),
         e: ("skip", None),
         f: ("label", "cat"),
-        keys(asking)[0]: ("label", "bird"),
+        keys(session)[0]: ("label", "bird"),
     }
-    assert import_labels(asking, file) == 0
+    assert import_labels(session, file) == 0
 
 
-def test_who_was_unsure_still_is_after_a_way_through_label_studio(asking, tmp_path):
-    answer_some(asking, ["cat"])
-    tasks = by_label_studio(tasks_of(asking, tmp_path), {})
+def test_who_was_unsure_still_is_after_a_way_through_label_studio(session, tmp_path):
+    answer_some(session, ["cat"])
+    tasks = by_label_studio(tasks_of(session, tmp_path), {})
     (tmp_path / "back.json").write_text(json.dumps(tasks))
-    before = answers(asking)
-    assert import_labels(asking, tmp_path / "back.json") == 0
-    assert answers(asking) == before
+    before = answers(session)
+    assert import_labels(session, tmp_path / "back.json") == 0
+    assert answers(session) == before
 
 
-def test_an_export_of_some_tasks_alone_is_read(asking, tmp_path):
-    tasks = tasks_of(asking, tmp_path)[4:6]
+def test_an_export_of_some_tasks_alone_is_read(session, tmp_path):
+    tasks = tasks_of(session, tmp_path)[4:6]
     tasks[0]["annotations"] = [annotation(1, "cat")]
     del tasks[1]["annotations"], tasks[1]["predictions"]
     (tmp_path / "some.json").write_text(json.dumps(tasks))
-    assert import_labels(asking, tmp_path / "some.json") == 1
+    assert import_labels(session, tmp_path / "some.json") == 1
 
 
 # ---- CSV -------------------------------------------------------------------------------------------------------------
@@ -261,25 +261,25 @@ def table_of(one, tmp_path):
         return list(csv.DictReader(file))
 
 
-def test_a_table_has_a_row_and_a_picture_for_each_question(asking, tmp_path):
-    answer_some(asking, ["cat", "dog"])
-    trained = asking.train()
-    rows = table_of(asking, tmp_path)
+def test_a_table_has_a_row_and_a_picture_for_each_question(session, tmp_path):
+    answer_some(session, ["cat", "dog"])
+    trained = session.train()
+    rows = table_of(session, tmp_path)
     assert list(rows[0]) == HEAD
-    assert [row["key"] for row in rows] == keys(asking)
+    assert [row["key"] for row in rows] == keys(session)
     assert [row["answer"] for row in rows[:5]] == ["label", "label", "skip", "unsure", ""]
     assert [row["label"] for row in rows[:3]] == ["cat", "dog", ""]
     assert all(row["prediction"] in ("cat", "dog") for row in rows)
     best = trained.probabilities.amax(1).tolist()
     assert [float(row["probability"]) for row in rows] == pytest.approx(best, abs=1e-4)
     for row in rows:
-        assert (tmp_path / row["image"]).read_bytes() == asking.labels.picture(row["key"])
+        assert (tmp_path / row["image"]).read_bytes() == session.labels.picture(row["key"])
 
 
-def test_no_cell_is_a_formula(asking, tmp_path):
-    answer_some(asking)
-    asking.train()
-    for row in table_of(asking, tmp_path):
+def test_no_cell_is_a_formula(session, tmp_path):
+    answer_some(session)
+    session.train()
+    for row in table_of(session, tmp_path):
         assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in row.values())
 
 
@@ -295,31 +295,31 @@ def test_no_cell_is_a_formula(asking, tmp_path):
     ],
     ids=["bom", "lf", "cr", "no end of the last line", "empty lines", "empty lines at the end"],
 )
-def test_tables_as_other_programs_save_them(asking, other, tmp_path, change):
-    answer_some(asking)
-    table_of(asking, tmp_path)
+def test_tables_as_other_programs_save_them(session, other, tmp_path, change):
+    answer_some(session)
+    table_of(session, tmp_path)
     text = (tmp_path / "labels.csv").read_bytes().decode()
     (tmp_path / "changed.csv").write_bytes(change(text).encode())
     assert import_labels(other, tmp_path / "changed.csv") == len(NAMES) + 2
-    assert answers(other) == answers(asking)
+    assert answers(other) == answers(session)
 
 
-def test_columns_in_another_order_with_notes_and_quotes_and_lines_in_them(asking, tmp_path):
+def test_columns_in_another_order_with_notes_and_quotes_and_lines_in_them(session, tmp_path):
     """The end of a line in Unicode is none in CSV."""
-    file, (first, second, *_) = tmp_path / "labels.csv", keys(asking)
+    file, (first, second, *_) = tmp_path / "labels.csv", keys(session)
     file.write_text(
         f'label,notes,key\n"small\n  cat","a, ""quoted""\nsecond line",{first}\n 猫 ,odd\u2028\x85\x0cnote,{second}\n',
         encoding="utf-8",
     )
-    assert import_labels(asking, file) == 2
-    assert answers(asking) == {first: ("label", "small cat"), second: ("label", "猫")}
+    assert import_labels(session, file) == 2
+    assert answers(session) == {first: ("label", "small cat"), second: ("label", "猫")}
 
 
-def test_an_apostrophe_that_somebody_wrote_stays(asking, tmp_path):
-    first, second, third, *_ = keys(asking)
+def test_an_apostrophe_that_somebody_wrote_stays(session, tmp_path):
+    first, second, third, *_ = keys(session)
     (tmp_path / "l.csv").write_text(f"key,label\n{first},'n Hond\n{second},'=1\n{third},''tis\n")
-    assert import_labels(asking, tmp_path / "l.csv") == 3
-    assert [answers(asking)[key][1] for key in (first, second, third)] == ["'n Hond", "=1", "'tis"]
+    assert import_labels(session, tmp_path / "l.csv") == 3
+    assert [answers(session)[key][1] for key in (first, second, third)] == ["'n Hond", "=1", "'tis"]
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
@@ -399,21 +399,21 @@ BAD_TABLES = {
 @pytest.mark.parametrize(
     ("kind", "what"), [("json", what) for what in BAD_TASKS] + [("csv", what) for what in BAD_TABLES]
 )
-def test_what_does_not_fit_is_told_with_its_line_and_changes_nothing(asking, tmp_path, kind, what):
+def test_what_does_not_fit_is_told_with_its_line_and_changes_nothing(session, tmp_path, kind, what):
     text, told = (BAD_TASKS if kind == "json" else BAD_TABLES)[what]
-    text = text.replace(A, keys(asking)[0]).replace(B, keys(asking)[1])
-    file, before = tmp_path / f"bad.{kind}", dump(asking)
+    text = text.replace(A, keys(session)[0]).replace(B, keys(session)[1])
+    file, before = tmp_path / f"bad.{kind}", dump(session)
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=rf"bad\.{kind}, {told}") as error:
-        import_labels(asking, file)
+        import_labels(session, file)
     assert "nothing was changed" in str(error.value)
     assert len(str(error.value)) < 500
-    assert dump(asking) == before
+    assert dump(session) == before
 
 
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
-def test_text_that_is_not_utf_8_is_told_with_its_line(asking, tmp_path, start):
-    before = dump(asking)
+def test_text_that_is_not_utf_8_is_told_with_its_line(session, tmp_path, start):
+    before = dump(session)
     for name, content, line in (
         ("l.csv", b"key,label\n\xe9t\xe9,\n", 2),
         ("l.csv", b"key,label\nabc,\n,\xe9", 3),
@@ -422,34 +422,34 @@ def test_text_that_is_not_utf_8_is_told_with_its_line(asking, tmp_path, start):
     ):
         (tmp_path / name).write_bytes(start + content)
         with pytest.raises(UserError, match=f"line {line}: not UTF-8 text: nothing was changed"):
-            import_labels(asking, tmp_path / name)
-    assert dump(asking) == before
+            import_labels(session, tmp_path / name)
+    assert dump(session) == before
 
 
-def test_files_that_are_none_are_said(asking, tmp_path):
+def test_files_that_are_none_are_said(session, tmp_path):
     (tmp_path / "folder.csv").mkdir()
     for name, told in (("missing.json", "cannot read"), ("folder.csv", "cannot read"), ("l.xlsx", "no known suffix")):
         with pytest.raises(UserError, match=told):
-            import_labels(asking, tmp_path / name)
+            import_labels(session, tmp_path / name)
     with pytest.raises(UserError, match="no known suffix"):
-        export_labels(asking, tmp_path / "labels.xlsx")
+        export_labels(session, tmp_path / "labels.xlsx")
     for name in ("a.xml", "b-images"):
         (tmp_path / name).touch()
     for name, told in (("nowhere/a.json", "no directory"), ("a.json", "a.xml exists"), ("b.csv", "b-images exists")):
         with pytest.raises(UserError, match=told):
-            export_labels(asking, tmp_path / name)
-    assert asking.labels.fact("given") is None
+            export_labels(session, tmp_path / name)
+    assert session.labels.fact("given") is None
 
 
-def test_answers_for_another_run_are_refused(asking, tmp_path):
+def test_answers_for_another_run_are_refused(session, tmp_path):
     different = opened(make_run(tmp_path / "different", images=colours(90, seed=1), budget="20"))
     answer_some(different, ["cat"])
     for name in ("l.json", "l.csv"):
         export_labels(different, tmp_path / name)
-        before = dump(asking)
+        before = dump(session)
         with pytest.raises(UserError, match="no question"):
-            import_labels(asking, tmp_path / name)
-        assert dump(asking) == before
+            import_labels(session, tmp_path / name)
+        assert dump(session) == before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -478,16 +478,16 @@ def test_questions_that_were_exported_are_never_replaced(tmp_path):
     assert set(keys(one)) == before
 
 
-def test_an_import_while_others_have_the_database_open(asking, tmp_path):
+def test_an_import_while_others_have_the_database_open(session, tmp_path):
     """As a server has; it sees the answers, and may write between."""
-    server = Labels(asking.labels.path)
-    answer_some(asking, ["cat"])
+    server = Labels(session.labels.path)
+    answer_some(session, ["cat"])
     file = tmp_path / "l.csv"
-    file.write_text("key,label\n" + "".join(f"{key},dog\n" for key in keys(asking)[5:]))
-    assert import_labels(asking, file) == 15
-    server.answer("answer-x", "label", [keys(asking)[5]], 1)
+    file.write_text("key,label\n" + "".join(f"{key},dog\n" for key in keys(session)[5:]))
+    assert import_labels(session, file) == 15
+    server.answer("answer-x", "label", [keys(session)[5]], 1)
     assert len(server.answers()) == 18
-    assert answers(asking)[keys(asking)[5]] == ("label", "cat")
+    assert answers(session)[keys(session)[5]] == ("label", "cat")
     server.close()
 
 
@@ -495,7 +495,7 @@ def test_an_import_while_others_have_the_database_open(asking, tmp_path):
 def many(tmp_path_factory):
     """10,000 questions with pictures of a usual size."""
     path = make_run(tmp_path_factory.mktemp("many") / "run", images=colours(20), budget="10")
-    one = Asking(RunDirectory(path))
+    one = LabelSession(RunDirectory(path))
     numbers = range(10_000)
     one.labels.ask((Question(f"{i:032x}", i, i), b"x" * 3000) for i in numbers)
     yield one

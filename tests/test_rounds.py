@@ -8,7 +8,7 @@ from streamclr import UserError
 from streamclr.base.tensors import load_tensors
 from streamclr.fleet.average import Update
 from streamclr.fleet.device import GLOBAL
-from streamclr.fleet.rounds import Rounds, read_rounds
+from streamclr.fleet.rounds import Rounds, read_rounds, summary
 from streamclr.models.pretrained import from_pretrained
 from streamclr.records.options import RunOptions
 
@@ -24,11 +24,13 @@ def moved(rounds, device, by=0.01):
     return Update(device, {name: tensor + by for name, tensor in rounds.average.weights.items()}, 16, loss=2.0)
 
 
-def test_a_round_is_on_the_disk_when_it_is_over(tmp_path):
+def test_a_round_is_on_the_disk_when_it_is_over(tmp_path, capsys):
     rounds = opened(tmp_path)
     bad = Update("3", {name: tensor * math.nan for name, tensor in rounds.average.weights.items()}, 16)
     rounds.take([moved(rounds, "1"), moved(rounds, "2"), bad], 5, {"4": "no camera"}, 1.5)
     (line,) = read_rounds(tmp_path / "fleet")
+    told = "round 1 | 2 of 5 devices | loss 2.000 | 1 rejected: not finite | 1 failed | 1 did not answer"
+    assert capsys.readouterr().err.splitlines()[-1] == told == summary(line)
     assert (line["taken"], line["refused"], line["failed"]) == (["1", "2"], {"3": "not finite"}, {"4": "no camera"})
     assert (line["silent"], line["refused_so_far"]) == (1, {"not finite": 1})
     saved = load_tensors(tmp_path / "fleet" / "model.safetensors")
@@ -83,7 +85,7 @@ def test_one_classifier_from_the_labels_of_all(tmp_path):
     left, right = torch.zeros(4, n), torch.ones(4, n)
     head = rounds.take_labels([("1", left, ["cat"] * 4), ("2", right, ["dog"] * 4)])
     assert (head.classes, head.n_labels) == (["cat", "dog"], 8)
-    assert rounds.classifier()(torch.stack([left[0], right[0]])).argmax(1).tolist() == [0, 1]
+    assert head.classifier()(torch.stack([left[0], right[0]])).argmax(1).tolist() == [0, 1]
     assert from_pretrained(tmp_path / "fleet" / GLOBAL).classes == ["cat", "dog"]
     rounds.close()
     assert opened(tmp_path).head.classes == ["cat", "dog"]

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import write_json
-from streamclr.labelling import session as asking_module
+from streamclr.labelling import session as session_module
 from streamclr.labelling.candidates import read_candidates
-from streamclr.labelling.session import N_AHEAD, N_ALIKE, Asking, Worker, wilson
+from streamclr.labelling.session import N_AHEAD, N_ALIKE, LabelSession, Worker, wilson
 from streamclr.labelling.store import Labels
 from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Pace
@@ -30,8 +30,8 @@ from support.waiting import until
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory):
     """A finished run whose questions are chosen; to be copied."""
-    path = make_run(tmp_path_factory.mktemp("asking") / "chosen")
-    one = Asking(RunDirectory(path))
+    path = make_run(tmp_path_factory.mktemp("session") / "chosen")
+    one = LabelSession(RunDirectory(path))
     one.prepare()
     for name in ("red", "green", "blue"):
         one.labels.add_class(name)
@@ -40,7 +40,7 @@ def chosen(tmp_path_factory):
 
 
 @pytest.fixture
-def asking(chosen, tmp_path):
+def session(chosen, tmp_path):
     one = opened(shutil.copytree(chosen, tmp_path / "run"))
     yield one
     one.close()
@@ -54,7 +54,7 @@ def answer_all(one, n=None, class_of=lambda question: question.rank % 3 + 1):
 @pytest.fixture
 def working(monkeypatch):
     """Workers that look again at once, and end with the test."""
-    monkeypatch.setattr(asking_module, "LOOK_EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(session_module, "LOOK_EVERY_SECONDS", 0.02)
     workers = []
     yield lambda one: workers.append(Worker(one)) or workers[-1]
     for worker in workers:
@@ -66,7 +66,7 @@ def working(monkeypatch):
 
 def test_a_run_without_a_label_queue_says_how_to_have_one(tmp_path):
     with pytest.raises(UserError, match="has no label queue: run with --label-budget"):
-        Asking(RunDirectory(make_run(tmp_path / "run", budget=None)))
+        LabelSession(RunDirectory(make_run(tmp_path / "run", budget=None)))
 
 
 @pytest.mark.parametrize(("budget", "n"), [("30", 30), ("1", 1), ("90", 90), ("200", 90), ("10%", 9), ("0.1%", 1)])
@@ -88,16 +88,16 @@ def test_the_budget_grows_with_a_stream_that_has_no_end(tmp_path):
     assert one.labels.answers().keys() < set(keys(one))
 
 
-def test_the_pictures_are_the_images_of_the_stream(asking):
+def test_the_pictures_are_the_images_of_the_stream(session):
     images = colours(90)
-    for question in asking.questions:
-        assert torch.equal(asking._image(question.key), images[question.arrival])
+    for question in session.questions:
+        assert torch.equal(session._image(question.key), images[question.arrival])
 
 
-def test_questions_are_the_same_after_everything_was_started_again(asking):
-    before, features, state = keys(asking), asking.features, asking.state()
-    asking.close()
-    again = opened(asking.directory.path)
+def test_questions_are_the_same_after_everything_was_started_again(session):
+    before, features, state = keys(session), session.features, session.state()
+    session.close()
+    again = opened(session.directory.path)
     assert keys(again) == before
     assert torch.equal(again.features, features)
     assert again.state() == state
@@ -137,7 +137,7 @@ def test_questions_in_other_hands_stay(tmp_path):
 def test_what_is_answered_while_others_are_chosen_counts_for_the_budget(tmp_path, monkeypatch):
     path = make_run(tmp_path / "run", finished=False, step=1)
     one = opened(path)
-    late, real = one.questions[::3], Asking._features
+    late, real = one.questions[::3], LabelSession._features
 
     def features(self, model, images, what):
         if what != "features":
@@ -145,7 +145,7 @@ def test_what_is_answered_while_others_are_chosen_counts_for_the_budget(tmp_path
                 self.labels.answer(f"answer-{i}", "unsure", [question.key])
         return real(self, model, images, what)
 
-    monkeypatch.setattr(Asking, "_features", features)
+    monkeypatch.setattr(LabelSession, "_features", features)
     reach(path, 7)
     one.prepare()
     assert len(one.questions) == 30
@@ -171,7 +171,7 @@ def test_a_stream_of_lies_alone_has_nothing_to_ask(tmp_path):
 
 def test_a_run_that_is_still_learning_is_asked_about_with_its_last_checkpoint(tmp_path):
     path = make_run(tmp_path / "run", finished=False)
-    one = Asking(RunDirectory(path))
+    one = LabelSession(RunDirectory(path))
     with pytest.raises(UserError, match=r"^no encoder yet: [^\n]*$"):
         one.prepare()
     assert not one.state()["ready"]
@@ -221,16 +221,16 @@ def with_features(one, features):
     return one
 
 
-def test_accuracy_on_held_back_labels_is_high_where_features_tell_classes_apart(asking):
-    targets = torch.tensor([question.arrival % COLOURS for question in asking.questions])
-    with_features(asking, F.one_hot(targets, COLOURS) * 5.0 + torch.randn(30, COLOURS))
-    answer_all(asking, class_of=lambda question: question.arrival % COLOURS + 1)
-    trained = asking.train()
+def test_accuracy_on_held_back_labels_is_high_where_features_tell_classes_apart(session):
+    targets = torch.tensor([question.arrival % COLOURS for question in session.questions])
+    with_features(session, F.one_hot(targets, COLOURS) * 5.0 + torch.randn(30, COLOURS))
+    answer_all(session, class_of=lambda question: question.arrival % COLOURS + 1)
+    trained = session.train()
     assert trained.accuracy > 0.9
     assert trained.interval[0] <= trained.accuracy <= trained.interval[1]
     assert (trained.probabilities.argmax(1) == targets).float().mean() > 0.9
-    assert asking.history() == [[30, pytest.approx(trained.accuracy, abs=1e-4)]]
-    accuracy = asking.state()["accuracy"]
+    assert session.history() == [[30, pytest.approx(trained.accuracy, abs=1e-4)]]
+    accuracy = session.state()["accuracy"]
     assert (accuracy["value"], accuracy["n"], accuracy["training"]) == (trained.accuracy, 30, False)
 
 
@@ -269,114 +269,114 @@ def test_look_alikes_that_were_answered_at_one_go_are_held_back_together(chosen,
     assert apart > 0.9  # each knows its twin
 
 
-def test_answers_from_a_file_are_held_back_one_by_one(asking):
+def test_answers_from_a_file_are_held_back_one_by_one(session):
     """They come in one request for each class, of which nothing would be known if it were held back as a whole."""
-    targets = torch.tensor([question.arrival % COLOURS for question in asking.questions])
-    with_features(asking, F.one_hot(targets, COLOURS) * 5.0 + torch.randn(30, COLOURS))
-    names = asking.labels.classes()
-    asking.labels.bring_in([(q.key, "label", names[q.arrival % COLOURS + 1]) for q in asking.questions])
-    trained = asking.train()
+    targets = torch.tensor([question.arrival % COLOURS for question in session.questions])
+    with_features(session, F.one_hot(targets, COLOURS) * 5.0 + torch.randn(30, COLOURS))
+    names = session.labels.classes()
+    session.labels.bring_in([(q.key, "label", names[q.arrival % COLOURS + 1]) for q in session.questions])
+    trained = session.train()
     assert trained.n_labels == 30
     assert trained.accuracy > 0.9
 
 
-def test_of_few_answers_no_accuracy_is_told(asking):
-    answer_all(asking, 4)
-    assert asking.train().accuracy is None
-    assert asking.history() == []
-    assert asking.state()["accuracy"] == {
+def test_of_few_answers_no_accuracy_is_told(session):
+    answer_all(session, 4)
+    assert session.train().accuracy is None
+    assert session.history() == []
+    assert session.state()["accuracy"] == {
         "value": None, "low": 0.0, "high": 1.0, "n": 4, "training": False, "history": [],
     }  # fmt: skip
 
 
-def test_the_accuracy_of_fewer_labels_is_forgotten_when_they_are_taken_back(asking):
+def test_the_accuracy_of_fewer_labels_is_forgotten_when_they_are_taken_back(session):
     for n in (8, 10):
-        answer_all(asking, n)
-        asking.train()
-    assert [n for n, _ in asking.history()] == [8, 10]
-    asking.labels.undo("undo-1")
-    assert asking.state()["accuracy"]["training"]
-    asking.train()
-    assert [n for n, _ in asking.history()] == [8, 9]
+        answer_all(session, n)
+        session.train()
+    assert [n for n, _ in session.history()] == [8, 10]
+    session.labels.undo("undo-1")
+    assert session.state()["accuracy"]["training"]
+    session.train()
+    assert [n for n, _ in session.history()] == [8, 9]
 
 
-def test_taken_back_to_one_class_there_is_no_classifier(asking):
-    keys_of = {c: [q.key for q in asking.questions if q.arrival % COLOURS == c] for c in range(COLOURS)}
-    asking.labels.answer("answer-1", "label", keys_of[0], 1)
-    assert asking.train() is None
-    asking.labels.answer("answer-2", "label", keys_of[1], 2)
-    assert asking.train().classes == [1, 2]
-    assert asking.heads.load_head()[1] == ["red", "green"]
-    asking.labels.undo("undo-1")
-    assert asking.train() is None
-    state = asking.state()
+def test_taken_back_to_one_class_there_is_no_classifier(session):
+    keys_of = {c: [q.key for q in session.questions if q.arrival % COLOURS == c] for c in range(COLOURS)}
+    session.labels.answer("answer-1", "label", keys_of[0], 1)
+    assert session.train() is None
+    session.labels.answer("answer-2", "label", keys_of[1], 2)
+    assert session.train().classes == [1, 2]
+    assert session.heads.load_head()[1] == ["red", "green"]
+    session.labels.undo("undo-1")
+    assert session.train() is None
+    state = session.state()
     assert state["accuracy"]["n"] == 0
     assert not state["accuracy"]["training"]
     assert all(task["guess"] is None for task in state["next"])
     with pytest.raises(UserError, match="has no classifier"):
-        asking.heads.load_head()
-    asking.labels.undo("undo-2")
-    assert asking.train() is None
-    assert asking.state()["last"] is None
+        session.heads.load_head()
+    session.labels.undo("undo-2")
+    assert session.train() is None
+    assert session.state()["last"] is None
 
 
-def test_a_class_without_labels_is_none_of_the_classifiers(asking):
-    answer_all(asking, 12, class_of=lambda question: 1 if question.arrival % 2 else 3)
-    assert asking.train().classes == [1, 3]
-    head, names = asking.heads.load_head()
+def test_a_class_without_labels_is_none_of_the_classifiers(session):
+    answer_all(session, 12, class_of=lambda question: 1 if question.arrival % 2 else 3)
+    assert session.train().classes == [1, 3]
+    head, names = session.heads.load_head()
     assert names == ["red", "blue"]
     assert head.linear.out_features == 2
-    assert {task["guess"]["class"] for task in asking.state()["next"]} <= {1, 3}
-    assert [c["n"] for c in asking.state()["classes"]] == [
-        sum(question.arrival % 2 == odd for question in asking.questions[:12]) if odd is not None else 0
+    assert {task["guess"]["class"] for task in session.state()["next"]} <= {1, 3}
+    assert [c["n"] for c in session.state()["classes"]] == [
+        sum(question.arrival % 2 == odd for question in session.questions[:12]) if odd is not None else 0
         for odd in (1, None, 0)
     ]
 
 
-def test_a_renamed_class_has_its_new_name_in_the_saved_classifier(asking, working):
-    answer_all(asking, 6)
-    worker = working(asking)
-    until(lambda: not asking.is_behind())
-    asking.labels.rename_class(2, "grün")
+def test_a_renamed_class_has_its_new_name_in_the_saved_classifier(session, working):
+    answer_all(session, 6)
+    worker = working(session)
+    until(lambda: not session.is_behind())
+    session.labels.rename_class(2, "grün")
     worker.wake()
-    until(lambda: "grün" in asking.heads.load_head()[1])
-    assert asking.heads.load_head()[1] == ["red", "grün", "blue"]
+    until(lambda: "grün" in session.heads.load_head()[1])
+    assert session.heads.load_head()[1] == ["red", "grün", "blue"]
 
 
-def test_unsure_and_skipped_images_are_not_learned_from(asking):
-    answer_all(asking, 10)
-    asking.labels.answer("answer-x", "unsure", [asking.questions[0].key])
-    asking.labels.answer("answer-y", "skip", [asking.questions[1].key])
-    assert asking.train().n_labels == 8
-    assert asking.state()["progress"] == {"asked": 30, "labelled": 8, "skipped": 1, "unsure": 1, "left": 21}
+def test_unsure_and_skipped_images_are_not_learned_from(session):
+    answer_all(session, 10)
+    session.labels.answer("answer-x", "unsure", [session.questions[0].key])
+    session.labels.answer("answer-y", "skip", [session.questions[1].key])
+    assert session.train().n_labels == 8
+    assert session.state()["progress"] == {"asked": 30, "labelled": 8, "skipped": 1, "unsure": 1, "left": 21}
 
 
-def test_the_order_stays_and_skipped_ones_come_last(asking):
-    state = asking.state()
-    assert [task["id"] for task in state["next"]] == keys(asking)[:N_AHEAD]
-    answer_all(asking, 4)
-    asking.labels.answer("answer-x", "skip", [asking.questions[5].key])
-    asking.labels.answer("answer-y", "skip", [asking.questions[4].key])
-    trained = asking.train()
-    order = asking._to_ask(asking.labels.answers())
+def test_the_order_stays_and_skipped_ones_come_last(session):
+    state = session.state()
+    assert [task["id"] for task in state["next"]] == keys(session)[:N_AHEAD]
+    answer_all(session, 4)
+    session.labels.answer("answer-x", "skip", [session.questions[5].key])
+    session.labels.answer("answer-y", "skip", [session.questions[4].key])
+    trained = session.train()
+    order = session._to_ask(session.labels.answers())
     assert sorted(order) == list(range(4, 30))
     assert order[-2:] == [5, 4]  # in the order in which they were skipped
     assert order[:-2] == list(range(6, 30))
-    shown = asking.state()["next"]
-    assert [task["id"] for task in shown] == [asking.questions[row].key for row in order[:N_AHEAD]]
+    shown = session.state()["next"]
+    assert [task["id"] for task in shown] == [session.questions[row].key for row in order[:N_AHEAD]]
     for task in shown:
-        probability, best = trained.probabilities[keys(asking).index(task["id"])].max(0)
+        probability, best = trained.probabilities[keys(session).index(task["id"])].max(0)
         guess = {"class": trained.classes[int(best)], "probability": pytest.approx(float(probability), abs=1e-4)}
         assert task["guess"] == guess
 
 
-def test_look_alikes_are_the_nearest_that_were_not_answered(asking):
-    answer_all(asking, 5)
-    asking.labels.answer("answer-x", "skip", [asking.questions[6].key])
-    asking.labels.answer("answer-y", "unsure", [asking.questions[7].key])
-    place = {key: row for row, key in enumerate(keys(asking))}
-    directions = F.normalize(asking.features, dim=1)
-    for task in asking.state()["next"]:
+def test_look_alikes_are_the_nearest_that_were_not_answered(session):
+    answer_all(session, 5)
+    session.labels.answer("answer-x", "skip", [session.questions[6].key])
+    session.labels.answer("answer-y", "unsure", [session.questions[7].key])
+    place = {key: row for row, key in enumerate(keys(session))}
+    directions = F.normalize(session.features, dim=1)
+    for task in session.state()["next"]:
         row = place[task["id"]]
         others = [other for other in range(5, 30) if other not in (6, 7, row)]
         nearest = sorted(others, key=lambda other: -float(directions[other] @ directions[row]))[:N_ALIKE]
@@ -385,19 +385,19 @@ def test_look_alikes_are_the_nearest_that_were_not_answered(asking):
         assert {place[one["id"]] for one in task["alike"]} <= set(others)
 
 
-def test_to_the_last_question_and_back(asking):
-    for i, question in enumerate(asking.questions[:-1]):
-        asking.labels.answer(f"answer-{i}", "skip" if i == 3 else "label", [question.key], None if i == 3 else 1)
-    last, skipped = asking.state()["next"]
-    assert (last["id"], last["alike"]) == (asking.questions[-1].key, [])
+def test_to_the_last_question_and_back(session):
+    for i, question in enumerate(session.questions[:-1]):
+        session.labels.answer(f"answer-{i}", "skip" if i == 3 else "label", [question.key], None if i == 3 else 1)
+    last, skipped = session.state()["next"]
+    assert (last["id"], last["alike"]) == (session.questions[-1].key, [])
     assert [one["id"] for one in skipped["alike"]] == [last["id"]]
-    asking.labels.answer("answer-l", "unsure", [last["id"]])
-    assert [task["id"] for task in asking.state()["next"]] == [asking.questions[3].key]
-    asking.labels.answer("answer-s", "label", [asking.questions[3].key], 2)
-    assert asking.state()["next"] == []
-    assert asking.state()["progress"]["left"] == 0
-    asking.labels.undo("undo-1")
-    assert [task["id"] for task in asking.state()["next"]] == [asking.questions[3].key]
+    session.labels.answer("answer-l", "unsure", [last["id"]])
+    assert [task["id"] for task in session.state()["next"]] == [session.questions[3].key]
+    session.labels.answer("answer-s", "label", [session.questions[3].key], 2)
+    assert session.state()["next"] == []
+    assert session.state()["progress"]["left"] == 0
+    session.labels.undo("undo-1")
+    assert [task["id"] for task in session.state()["next"]] == [session.questions[3].key]
 
 
 def test_an_interval_holds_the_true_share():
@@ -443,7 +443,7 @@ def test_the_state_is_never_a_mixture_while_others_are_chosen(tmp_path, working)
 
 def test_the_worker_takes_the_last_encoder_when_the_run_is_finished(tmp_path, working):
     path = make_run(tmp_path / "run", finished=False)
-    one, directory = Asking(RunDirectory(path)), RunDirectory(path)
+    one, directory = LabelSession(RunDirectory(path)), RunDirectory(path)
     working(one)
     until(lambda: "no encoder yet" in one.state()["message"])
     reach(path, 1)
@@ -464,7 +464,7 @@ def test_the_worker_takes_the_last_encoder_when_the_run_is_finished(tmp_path, wo
 
 def test_who_opens_the_page_again_has_the_newest_encoder_and_keeps_the_questions_of_a_session(tmp_path, working):
     path = make_run(tmp_path / "run", finished=False, step=1)
-    one = Asking(RunDirectory(path))
+    one = LabelSession(RunDirectory(path))
     worker = working(one)
     until(lambda: one.state()["ready"])
     first = keys(one)
@@ -498,7 +498,7 @@ def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_pa
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Asking, "_features", fail)
+        patch.setattr(LabelSession, "_features", fail)
         with pytest.raises(OSError, match="Input/output error"):
             one.prepare()
     one.train()
@@ -509,7 +509,7 @@ def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_pa
     assert one.heads.load_head()[1] == ["red", "green", "blue"]
 
 
-def test_the_worker_outlives_a_full_disk(asking, working, monkeypatch):
+def test_the_worker_outlives_a_full_disk(session, working, monkeypatch):
     full, real = [True], Heads.save_labelled
 
     def save(self, *args):
@@ -518,16 +518,16 @@ def test_the_worker_outlives_a_full_disk(asking, working, monkeypatch):
         real(self, *args)
 
     monkeypatch.setattr(Heads, "save_labelled", save)
-    answer_all(asking, 6)
-    working(asking)
-    until(lambda: "No space left" in asking.state()["message"])
+    answer_all(session, 6)
+    working(session)
+    until(lambda: "No space left" in session.state()["message"])
     full[0] = False
-    until(lambda: not asking.is_behind())
-    assert asking.state()["message"] == ""
-    assert asking.heads.load_head()
+    until(lambda: not session.is_behind())
+    assert session.state()["message"] == ""
+    assert session.heads.load_head()
 
 
-def test_the_worker_outlives_a_database_that_others_hold(asking, working, monkeypatch):
+def test_the_worker_outlives_a_database_that_others_hold(session, working, monkeypatch):
     locked, real = [True], Labels.answers
 
     def answers(self):
@@ -535,29 +535,29 @@ def test_the_worker_outlives_a_database_that_others_hold(asking, working, monkey
             raise sqlite3.OperationalError("database is locked")
         return real(self)
 
-    answer_all(asking, 6)
+    answer_all(session, 6)
     with monkeypatch.context() as patch:
         patch.setattr(Labels, "answers", answers)
-        working(asking)
-        until(lambda: "database is locked" in asking.message)
+        working(session)
+        until(lambda: "database is locked" in session.message)
         locked[0] = False
-        until(lambda: not asking.is_behind())
+        until(lambda: not session.is_behind())
 
 
-def test_the_worker_trains_once_for_each_change(asking, working, monkeypatch):
-    n_trained, real = [0], Asking.train
+def test_the_worker_trains_once_for_each_change(session, working, monkeypatch):
+    n_trained, real = [0], LabelSession.train
 
     def train(self):
         n_trained[0] += 1
         return real(self)
 
-    monkeypatch.setattr(Asking, "train", train)
-    answer_all(asking, 6)
-    working(asking)
+    monkeypatch.setattr(LabelSession, "train", train)
+    answer_all(session, 6)
+    working(session)
     until(lambda: n_trained[0] == 1)
     time.sleep(0.2)
     assert n_trained[0] == 1
-    other = Labels(asking.labels.path)  # of another process, such as `label import`
+    other = Labels(session.labels.path)  # of another process, such as `label import`
     other.undo("undo-1")
     until(lambda: n_trained[0] == 2)
     other.close()
@@ -565,7 +565,7 @@ def test_the_worker_trains_once_for_each_change(asking, working, monkeypatch):
 
 def test_the_worker_takes_over_what_another_process_has_chosen(tmp_path, working):
     path = make_run(tmp_path / "run", finished=False, step=1)
-    one = Asking(RunDirectory(path))
+    one = LabelSession(RunDirectory(path))
     working(one)
     until(lambda: one.state()["ready"])
     reach(path, 2)

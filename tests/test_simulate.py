@@ -14,7 +14,7 @@ from PIL import Image
 from streamclr import UserError
 from streamclr.fleet.average import exchanged
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
-from streamclr.fleet.options import SHARED, RoundsOptions, SimulateOptions
+from streamclr.fleet.options import RoundsOptions, SimulateOptions
 from streamclr.fleet.rounds import Rounds, read_rounds
 from streamclr.fleet.simulate import drops_out, prepared, run_rounds, simulate, simulated
 from streamclr.fleet.split import whole_of
@@ -165,8 +165,8 @@ def test_a_round_does_not_wait_for_the_slowest(monkeypatch, flower):
     monkeypatch.setattr(strategy, "time", time)  # Ray's threads have the real one
     for n_replies, waited in ((3, 20), (2, 30), (1, 600), (0, 600)):
         clock[0] = 0.0
-        grid = strategy.Patient(Slow([reply(number) for number in range(n_replies)]), patience=3)
-        got = grid.send_and_receive([None] * 3, timeout=600)
+        grid = Slow([reply(number) for number in range(n_replies)])
+        got = strategy.replies_of(grid, [None] * 3, timeout=600, patience=3)
         assert (len(got), clock[0]) == (n_replies, waited)
 
 
@@ -178,7 +178,7 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
     config = RunOptions(width=1, stem="small", size=8)
     options = RoundsOptions(round_images=16)
     rounds = Rounds(tmp_path / "server", config, options.of_the_rounds)
-    fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
+    fleet = Fleet(rounds, options)
     metrics = MetricRecord({"num-examples": 16, "loss": 2.0})
     other = ArrayRecord({"encoder.conv1.weight": torch.zeros(1)})
     good = as_record({name: tensor + 0.01 for name, tensor in rounds.average.weights.items()})
@@ -199,19 +199,19 @@ def test_answers_that_are_no_updates_fail_and_the_others_count(tmp_path, flower,
         reply(5, RecordDict({"arrays": other, "metrics": metrics})),
         reply(6, RecordDict({"arrays": MetricRecord({ARRAY: 1}), "metrics": metrics})),
     ]
-    fleet.aggregate_train(1, replies)
+    fleet.take_updates(replies, len(replies), 1.0)
     (line,) = read_rounds(tmp_path / "server")
     assert line["taken"] == ["1"]
     assert set(line["failed"]) == {"2", "3", "4", "5", "6"}
     assert line["failed"]["4"] == "no camera"
     told = [reply(4, Error(0, "no disk")), reply(6, RecordDict({"features": MetricRecord({ARRAY: 1})}))]
-    fleet.aggregate_evaluate(1, told)
+    fleet.take_labels(told)
     assert "device 4 sent no labels: no disk" in capsys.readouterr().err
     assert rounds.refused["labels"] == 1
 
 
 def test_every_device_has_the_classifier_once(tmp_path, flower):
-    from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.app import Message, MetricRecord, RecordDict
 
     from streamclr.fleet.strategy import Fleet, as_record, as_weights
 
@@ -220,11 +220,11 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
             return [1, 2, 3]
 
     options = RoundsOptions(round_images=16)
-    rounds = Rounds(tmp_path / "server", (config := RunOptions(width=1, stem="small", size=8)), options.of_the_rounds)
-    fleet = Fleet(rounds, options, {name: getattr(config, name) for name in SHARED})
+    rounds = Rounds(tmp_path / "server", RunOptions(width=1, stem="small", size=8), options.of_the_rounds)
+    fleet = Fleet(rounds, options)
 
     def asked_with_head():
-        messages = fleet.configure_train(1, as_record({}), ConfigRecord({}), Grid())
+        messages = fleet.train_messages(Grid())
         with_head = [message for message in messages if "head" in message.content]
         for message in with_head:
             sent = as_weights(message.content["encoder"])
@@ -240,7 +240,7 @@ def test_every_device_has_the_classifier_once(tmp_path, flower):
     content["metrics"] = MetricRecord({"num-examples": 16, "loss": 2.0})
     answer = Message(RecordDict(content), reply_to=Message(RecordDict(), dst_node_id=2, message_type="train"))
     answer.metadata.__dict__["_src_node_id"] = 2
-    fleet.aggregate_train(1, [answer])  # the encoder of the fleet moves on
+    fleet.take_updates([answer], 3, 1.0)  # the encoder of the fleet moves on
     assert asked_with_head() == {1, 3}
 
 

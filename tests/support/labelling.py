@@ -10,7 +10,7 @@ from streamclr.classifier import Classifier, Head
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import Candidates
-from streamclr.labelling.session import Asking
+from streamclr.labelling.session import LabelSession
 from streamclr.models.versions import Score, Version
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import make_encoder
@@ -59,7 +59,7 @@ def finish(path):
 
 
 def opened(path, **how):
-    one = Asking(RunDirectory(path))
+    one = LabelSession(RunDirectory(path))
     one.prepare(**how)
     return one
 

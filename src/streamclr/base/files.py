@@ -49,10 +49,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_new(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[str, int]:
+def write_new(path: Path, parts: Iterable[bytes | memoryview], mode: int = 0o644) -> tuple[str, int]:
     """Write a new file and flush it to the disk. Returns its SHA-256 and its size in bytes."""
     digest, size = hashlib.sha256(), 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         for part in parts:
             digest.update(part)

@@ -9,7 +9,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import option
 from streamclr.base.table import percent
 from streamclr.labelling.exchange import export_labels, import_labels
-from streamclr.labelling.session import Asking
+from streamclr.labelling.session import LabelSession
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.web.server import PageOptions, ServeOptions, serve
 
@@ -37,34 +37,34 @@ def page_command(config: LabelPageOptions) -> None:
 
 
 def export_command(config: LabelFileOptions) -> None:
-    with _questions_of(config.run) as asking:
-        asking.train()  # the file has the classifier's guesses
-        print(f"{export_labels(asking, Path(config.file))} questions, answered or not, in {config.file}")
+    with _questions_of(config.run) as session:
+        session.train()  # the file has the classifier's guesses
+        print(f"{export_labels(session, Path(config.file))} questions, answered or not, in {config.file}")
 
 
 def import_command(config: LabelFileOptions) -> None:
-    with _questions_of(config.run) as asking:
-        print(f"{import_labels(asking, Path(config.file))} new answers from {config.file}")
-        _train(asking, config.run)
+    with _questions_of(config.run) as session:
+        print(f"{import_labels(session, Path(config.file))} new answers from {config.file}")
+        _train(session, config.run)
 
 
 def train_command(config: LabelTrainOptions) -> None:
-    with _questions_of(config.run) as asking:
-        _train(asking, config.run)
+    with _questions_of(config.run) as session:
+        _train(session, config.run)
 
 
 @contextmanager
-def _questions_of(run: str) -> Iterator[Asking]:
-    with closing(Asking(RunDirectory.existing(run))) as asking:
-        asking.prepare(choose_anew=False)
-        yield asking
+def _questions_of(run: str) -> Iterator[LabelSession]:
+    with closing(LabelSession(RunDirectory.existing(run))) as session:
+        session.prepare(choose_anew=False)
+        yield session
 
 
-def _train(asking: Asking, run: str) -> None:
-    trained = asking.train()
+def _train(session: LabelSession, run: str) -> None:
+    trained = session.train()
     if trained is None:
         print("no classifier yet: the labels are of fewer than two classes")
         return
     accuracy = "" if trained.accuracy is None else f", {percent(trained.accuracy)} right on labels held back"
-    encoder = "" if asking.model_of == FINISHED else f" ({asking.model_of}: train again after it has learned more)"
+    encoder = "" if session.model_of == FINISHED else f" ({session.model_of}: train again after it has learned more)"
     print(f"classifier from {trained.n_labels} labels{accuracy}: streamclr predict {run} --source …{encoder}")

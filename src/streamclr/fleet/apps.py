@@ -21,60 +21,46 @@ Open = Callable[[Context, ConfigRecord], Device]
 
 def client_app(open_device: Open) -> ClientApp:
     """open_device: opens the device of a node, with the options that the server sent."""
+
+    def answering(work: Callable[[Device, RecordDict, str], RecordDict]) -> Callable[[Message, Context], Message]:
+        def answer(message: Message, context: Context) -> Message:
+            """Reply with the result, or with an error of one line; the device goes on."""
+            try:
+                with closing(open_device(context, message.content["config"])) as device:
+                    return Message(work(device, message.content, str(context.node_id)), reply_to=message)
+            except (UserError, OSError, Stopped) as error:
+                return Message(Error(FAILED, " ".join(str(error).split())), reply_to=message)
+
+        return answer
+
     app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return _answered(message, lambda: _learn(open_device, message, context))
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return _answered(message, lambda: _label(open_device, message, context))
-
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return _answered(message, lambda: _take(open_device, message, context))
-
+    app.train()(answering(_learn))
+    app.evaluate()(answering(_label))
+    app.query()(answering(_take_head))
     return app
 
 
-def _learn(open_device: Open, message: Message, context: Context) -> RecordDict:
-    content, config = message.content, message.content["config"]
-    with closing(open_device(context, config)) as device:
-        update = device.learn(as_weights(content["arrays"]), int(config["images"]), str(context.node_id))
-        _take_head(device, content)
+def _learn(device: Device, content: RecordDict, name: str) -> RecordDict:
+    update = device.learn(as_weights(content["arrays"]), int(content["config"]["images"]), name)
+    _take_head(device, content, name)
     metrics = MetricRecord({"num-examples": update.n_images, "loss": update.loss})
     return RecordDict({"arrays": as_record(update.weights), "metrics": metrics})
 
 
-def _take(open_device: Open, message: Message, context: Context) -> RecordDict:
-    with closing(open_device(context, message.content["config"])) as device:
-        _take_head(device, message.content)
+def _take_head(device: Device, content: RecordDict, name: str) -> RecordDict:
+    if "head" in content:
+        classes = list(content["classes"]["names"])
+        device.take_head(as_weights(content["encoder"]), as_weights(content["head"]), classes)
     return RecordDict({})
 
 
-def _take_head(device: Device, content: RecordDict) -> None:
-    if "head" in content:
-        names = list(content["classes"]["names"])
-        device.take_head(as_weights(content["encoder"]), as_weights(content["head"]), names)
-
-
-def _label(open_device: Open, message: Message, context: Context) -> RecordDict:
-    with closing(open_device(context, message.content["config"])) as device:
-        features, names = device.features(as_weights(message.content["arrays"]))
+def _label(device: Device, content: RecordDict, name: str) -> RecordDict:
+    features, names = device.features(as_weights(content["arrays"]))
     metrics = MetricRecord({"num-examples": len(names)})
     if not names:
         return RecordDict({"metrics": metrics})
     classes = ConfigRecord({"names": names})
     return RecordDict({"features": as_record({"features": features}), "classes": classes, "metrics": metrics})
-
-
-def _answered(message: Message, work: Callable[[], RecordDict]) -> Message:
-    """Reply with the result, or with an error of one line; the device goes on."""
-    try:
-        return Message(work(), reply_to=message)
-    except (UserError, OSError, Stopped) as error:
-        return Message(Error(FAILED, " ".join(str(error).split())), reply_to=message)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,6 +79,5 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     config = ServerOptions(**json.loads(str(context.run_config["fleet"])))
-    rounds = Rounds(Path(config.out), config.learner, config.of_the_rounds)
-    with closing(rounds):
-        Fleet(rounds, config, vars(config.learner)).run(grid)
+    with closing(Rounds(Path(config.out), config.learner, config.of_the_rounds)) as rounds:
+        Fleet(rounds, config).run(grid)

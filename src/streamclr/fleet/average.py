@@ -1,7 +1,6 @@
 """The global encoder: the mean of the devices' updates, without broken or poisoned ones."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -56,12 +55,6 @@ class Round:
     loss: float = math.nan  # mean over the images
     moved: float = math.nan  # length of the step of the global encoder
 
-    def __str__(self) -> str:
-        of = f" of {self.n_asked}" if self.n_asked else ""
-        why = Counter(self.refused.values())
-        refused = "".join(f" | {n} rejected: {reason}" for reason, n in sorted(why.items()))
-        return f"round {self.number} | {len(self.taken)}{of} devices | loss {self.loss:.3f}{refused}"
-
 
 class Average:
     """The global encoder and how it moves.
@@ -77,8 +70,7 @@ class Average:
             if not 0 <= value < 1:
                 raise UserError(f"{name} is {value}: use 0 (none) or more, below 1")
         self.momentum, self.slow, self.most_images = momentum, slow, most_images
-        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
-        self.kept = {name: tensor.clone() for name, tensor in weights.items()}  # for use
+        self.weights, self.kept = dict(weights), dict(weights)  # to continue with, and for use
         self.velocity = {name: torch.zeros_like(t) for name, t in weights.items() if not is_statistic(name)}
         self.lengths: dict[str, list[float]] = {}  # of the last updates, for weights and statistics
         self.n_rounds = 0
@@ -87,14 +79,8 @@ class Average:
         """One round: reject bad updates, average the rest, move. If none is left, the encoder stays as it is."""
         self.n_rounds += 1
         done = Round(self.n_rounds, n_asked)
-        sound = []
-        for update in updates:
-            if why := self._fault(update):
-                done.refused[update.device] = why
-            else:
-                sound.append(update)
-        near = self._near(sound, done)
-        if near:
+        done.refused = {update.device: why for update in updates if (why := self._fault(update))}
+        if near := self._near([update for update in updates if update.device not in done.refused], done):
             self._move(near, done)
         return done
 
@@ -109,9 +95,8 @@ class Average:
             return "a negative variance"
         return "" if update.n_images > 0 else "no images"
 
-    def _near(self, updates: Sequence[Update], done: Round) -> list[Update]:
+    def _near(self, near: list[Update], done: Round) -> list[Update]:
         """The updates of usual length. Random weights, for example, are much farther from the global encoder."""
-        near = list(updates)
         for kind in ("weights", "statistics"):
             names = [name for name in self.weights if is_statistic(name) == (kind == "statistics")]
             if not names or not near:
@@ -119,10 +104,9 @@ class Average:
             lengths = {u.device: _length({n: u.weights[n] - self.weights[n] for n in names}) for u in near}
             before = self.lengths.get(kind, [])
             usual = median(lengths.values()) if len(lengths) >= 3 else median(before) if before else math.inf
-            for update in list(near):
-                if lengths[update.device] > MAX_LENGTH_RATIO * usual:
-                    done.refused[update.device] = "too far from the others"
-                    near.remove(update)
+            far = [device for device, length in lengths.items() if length > MAX_LENGTH_RATIO * usual]
+            done.refused |= dict.fromkeys(far, "too far from the others")
+            near = [update for update in near if update.device not in far]
             self.lengths[kind] = [*before, *(lengths[u.device] for u in near)][-N_LENGTHS_KEPT:]
         return near
 
@@ -146,8 +130,7 @@ class Average:
         done.moved = _length({name: self.weights[name] - before[name] for name in self.velocity})
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("weights", "kept", "velocity", "lengths", "n_rounds")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("weights", "kept", "velocity", "lengths", "n_rounds")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in ("weights", "kept", "velocity"):

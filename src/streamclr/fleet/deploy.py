@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +19,8 @@ from streamclr.base.progress import say
 from streamclr.fleet.flower import need_flower
 from streamclr.fleet.flower.bundle import bundle
 from streamclr.fleet.keys import CA, SERVER
-from streamclr.fleet.options import SHARED, DeviceOptions, ServerOptions, learner_options
-from streamclr.fleet.rounds import Rounds
+from streamclr.fleet.options import DeviceOptions, JoinOptions, ServerOptions, learner_options
+from streamclr.fleet.rounds import Rounds, summary
 from streamclr.records.plan import open_run_stream
 from streamclr.runs.stop import StopSignal
 from streamclr.streams.spec import absolute_source
@@ -41,26 +41,22 @@ def serve(config: ServerOptions) -> int:
     out = Path(config.out).absolute()
     config = replace(config, out=str(out))
     public = [] if config.insecure else _public_keys(config)
-    rounds = Rounds(out, config.learner, config.of_the_rounds)  # reports wrong options before Flower starts
-    done = rounds.n_rounds
-    rounds.close()
-    if done >= config.rounds:
-        raise UserError(f"{out} has {done} rounds already: give a larger --rounds to continue")
+    with closing(Rounds(out, config.learner, config.of_the_rounds)) as rounds:  # reports wrong options before Flower
+        if rounds.n_rounds >= config.rounds:
+            raise UserError(f"{out} has {rounds.n_rounds} rounds already: give a larger --rounds to continue")
     _check_free(config)
+    log = out / "flower.log"
     with (
         StopSignal() as asked,
-        _flower(_superlink(config), out / "flower.log", out / "flower") as process,
+        _flower(_superlink(config), log, out / "flower") as process,
         _control(config, process) as control,
     ):
         for key in public:
             _register(control, key)
         run_id = _start(control, config)
-        say(f"serving the fleet on {config.host}:{config.port}, {_who(public)}; log: {out / 'flower.log'}")
+        who = f"{len(public)} device keys registered" if public else "insecure: without TLS and keys, anybody may join"
+        say(f"serving the fleet on {config.host}:{config.port}, {who}; log: {log}")
         return _follow(control, run_id, process, asked, out)
-
-
-def _who(public: list[Path]) -> str:
-    return f"{len(public)} device keys registered" if public else "insecure: without TLS and keys, anybody may join"
 
 
 def _public_keys(config: ServerOptions) -> list[Path]:
@@ -81,22 +77,13 @@ def _check_free(config: ServerOptions) -> None:
         try:
             probe.bind((config.host, config.port))
         except OSError as error:
-            raise UserError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}): give another --port"
-            ) from None
+            where = f"{config.host}:{config.port}"
+            raise UserError(f"cannot listen on {where} ({error.strerror}): give another --port") from None
 
 
 def _superlink(config: ServerOptions) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "streamclr.fleet.flower.superlink",
-        "--host",
-        config.host,
-        "--port",
-        str(config.port),
-    ]
-    command.append("--disable-runtime-dependency-installation")
+    command = [sys.executable, "-m", "streamclr.fleet.flower.superlink", "--disable-runtime-dependency-installation"]
+    command += ["--host", config.host, "--port", str(config.port)]
     if config.insecure:
         return [*command, "--insecure"]
     keys = Path(config.keys or "").absolute()
@@ -117,28 +104,19 @@ def _flower(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Po
         )
     try:
         yield process
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate, then kill. On SIGTERM a SuperNode signs off; one that is learning keeps its last checkpoint."""
-    for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    finally:  # on SIGTERM a SuperNode signs off; one that is learning keeps its last checkpoint
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(10)
+        process.wait()
 
 
 @contextmanager
 def _control(config: ServerOptions, process: subprocess.Popen[bytes]) -> Iterator[Any]:
     """A client of the SuperLink's control API, once that is up."""
     import httpx
+    from flwr.proto.control_pb2 import ListRunsRequest
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
@@ -146,16 +124,9 @@ def _control(config: ServerOptions, process: subprocess.Popen[bytes]) -> Iterato
 
     root = None if config.insecure else (Path(config.keys or "") / f"{CA}.crt").read_bytes()
     address = f"{own_address(config.host)}:{config.port}"
-    client = ControlHttpClient.from_server_address(
-        server_address=address,
-        insecure=config.insecure,
-        root_certificates=root,
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
-    )
-    from flwr.proto.control_pb2 import ListRunsRequest
-
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
     until = time.monotonic() + START_SECONDS
-    try:
+    with ControlHttpClient.from_server_address(address, config.insecure, root, [version]) as client:
         while True:
             if process.poll() is not None:
                 raise UserError(f"Flower's SuperLink ended while starting: see {Path(config.out) / 'flower.log'}")
@@ -170,8 +141,6 @@ def _control(config: ServerOptions, process: subprocess.Popen[bytes]) -> Iterato
                     raise UserError(f"Flower's SuperLink does not answer at {address} ({error})") from None
                 time.sleep(READ_EVERY)
         yield client
-    finally:
-        client.close()
 
 
 def _register(control: Any, key: Path) -> None:
@@ -190,12 +159,9 @@ def _start(control: Any, config: ServerOptions) -> int:
     from flwr.common.serde import fab_to_proto, user_config_to_proto
     from flwr.proto.control_pb2 import StartRunRequest
 
-    fab = bundle()
     # Without the path of the keys: this configuration goes to every device.
-    shared = json.dumps(asdict(replace(config, keys=None)))
-    answer = control.StartRun(
-        StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto({"fleet": shared}), federation="")
-    )
+    shared = user_config_to_proto({"fleet": json.dumps(asdict(replace(config, keys=None)))})
+    answer = control.StartRun(StartRunRequest(fab=fab_to_proto(bundle()), override_config=shared, federation=""))
     if not answer.HasField("run_id"):
         raise UserError(f"Flower did not start the rounds: see {Path(config.out) / 'flower.log'}")
     return answer.run_id
@@ -214,7 +180,9 @@ def _follow(control: Any, run_id: int, process: subprocess.Popen[bytes], asked: 
             for line in file:
                 if line.endswith(b"\n"):
                     position += len(line)
-                    say(_summary(json.loads(line)))
+                    done = json.loads(line)
+                    rejected = f" | rejected so far: {done['refused_so_far']}" if done["refused_so_far"] else ""
+                    say(summary(done) + rejected)
         if asked.signal:
             with suppress(httpx.HTTPError):  # it may be busy, and ends in any case
                 control.StopRun(StopRunRequest(run_id=run_id))
@@ -226,19 +194,10 @@ def _follow(control: Any, run_id: int, process: subprocess.Popen[bytes], asked: 
         looked = time.monotonic()
         with suppress(httpx.HTTPError):  # it may be busy
             status = control.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
-            if status.status == "finished" and status.sub_status == "completed":
-                return 0
             if status.status == "finished":
+                if status.sub_status == "completed":
+                    return 0
                 raise UserError(f"the rounds ended ({status.details or status.sub_status}): see {out / 'flower.log'}")
-
-
-def _summary(line: dict[str, Any]) -> str:
-    loss = "–" if line["loss"] is None else f"{line['loss']:.3f}"
-    rest = "".join(
-        f" | {n} {what}" for what, n in (("failed", len(line["failed"])), ("did not answer", line["silent"])) if n
-    )
-    refused = f" | rejected so far: {line['refused_so_far']}" if line["refused_so_far"] else ""
-    return f"round {line['number']} | {len(line['taken'])} of {line['n_asked']} devices | loss {loss}{rest}{refused}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -286,19 +245,16 @@ def _own_options(config: DeviceOptions) -> dict[str, Any]:
     if not config.insecure:
         for name, value in {"key": config.key, "ca": config.ca}.items():
             if value is None:
-                raise UserError(
-                    f"--{name} is missing: make it with streamclr fleet keys, or give --insecure as the server does"
-                )
+                how = "make it with streamclr fleet keys, or give --insecure as the server does"
+                raise UserError(f"--{name} is missing: {how}")
             if not Path(value).is_file():
                 raise UserError(f"no file {value}: --{name} takes a file that streamclr fleet keys made")
     host, _, port = config.server.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"server is {config.server!r}: use host:port, such as 192.168.1.5:9443")
-    names = ("source", "policy", "buffer", "batch", "segment", "guards", "memory", "label_budget", "seed", "out")
-    own = {name: getattr(config, name) for name in names}
+    own = {name: value for name, value in asdict(config).items() if not hasattr(JoinOptions, name)}
     own |= {"source": absolute_source(config.source), "out": str(Path(config.out).absolute())}
-    defaults = asdict(ServerOptions())
-    open_run_stream(learner_options({name: defaults[name] for name in SHARED}, own))
+    open_run_stream(learner_options(asdict(ServerOptions()), own))
     return own
 
 
@@ -308,7 +264,5 @@ def _supernode(config: DeviceOptions, home: Path) -> list[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "streamclr.fleet.flower.supernode", "--superlink", config.server]
     command += ["--host", "127.0.0.1", "--port", str(port), "--node-config", str(home / "node.toml")]
-    if config.insecure:
-        return [*command, "--insecure"]
     keys = ["--root-certificates", str(config.ca), "--auth-supernode-private-key", str(config.key)]
-    return [*command, *keys]
+    return [*command, *(["--insecure"] if config.insecure else keys)]

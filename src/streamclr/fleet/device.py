@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ class Device:
     def __init__(
         self,
         options: RunOptions,
-        stream: "Stream | None" = None,
+        stream: Stream | None = None,
         statistics: str = "shared",
         labelled: Callable[[], LabelledImages] | None = None,
     ):
@@ -70,18 +70,17 @@ class Device:
     def learn(self, weights: Weights, n_images: int, name: str) -> Update:
         """Go on from the fleet's encoder with the next images; buffer and optimizer are this device's own."""
         learner = make_learner(self.plan)
-        found = self.directory.checkpoints.latest()
-        journal, size, position, n_before = self.directory.path / "journal.jsonl", 0, 0, 0
-        if found is None:
-            load_weights(learner.model, _merged(learner.model.state_dict(), weights), "what the server sent")
-        else:
+        load_weights(learner.model, {**learner.model.state_dict(), **weights}, "what the server sent")
+        size = position = n_before = 0
+        if found := self.directory.checkpoints.latest():
             # The loop begins with the last checkpoint: the weights go there, beside the buffer and the moments.
             number, state = found
-            state["learner"]["model"] = _merged(state["learner"]["model"], weights)
-            size, position, n_before = state["journal_bytes"], state["stream"]["position"], _n_seen(state)
+            state["learner"]["model"] |= weights
+            size, position = state["journal_bytes"], state["stream"]["position"]
+            n_before = state["learner"]["buffer"]["n_seen"]
             self.directory.checkpoints.save(number, state)
         learn_stream(replace(self.plan, images=position + n_images), learner, self.stream, self.directory)
-        with journal.open("rb") as file:
+        with (self.directory.path / "journal.jsonl").open("rb") as file:
             file.seek(size)
             losses = [json.loads(line)["loss"] for line in file]
         if not losses:
@@ -103,7 +102,7 @@ class Device:
         own = model.state_dict()
         if self.statistics == "local" and (found := self.directory.checkpoints.latest()):
             own |= {name: t for name, t in found[1]["learner"]["model"].items() if is_statistic(name)}
-        load_weights(model, _merged(own, weights), "what the server sent")
+        load_weights(model, {**own, **weights}, "what the server sent")
         return model
 
     def take_head(self, weights: Weights, head: Weights, classes: list[str]) -> None:
@@ -119,12 +118,10 @@ class Device:
             return LabelledImages(torch.empty(0), [])
         with closing(Labels(file)) as labels:
             names = labels.classes()
-            given = {k: a.class_id for k, a in labels.answers().items() if a.kind == "label" and a.class_id is not None}
+            given = {key: answer.class_id for key, answer in labels.answers().items() if answer.class_id is not None}
             pictures = {key: picture for key in given if (picture := labels.picture(key)) is not None}
-        images = [pixels(picture) for picture in pictures.values()]
-        return LabelledImages(
-            torch.stack(images) if images else torch.empty(0), [names[given[key]] for key in pictures]
-        )
+        images = [pixels(picture) for picture in pictures.values()] or [torch.empty(0)]
+        return LabelledImages(torch.stack(images), [names[given[key]] for key in pictures])
 
 
 def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: list[str], size: int) -> None:
@@ -137,12 +134,3 @@ def save_global(path: Path, model: ContrastiveModel, head: Weights, classes: lis
         os.rename(path, old)
     os.rename(new, path)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _merged(own: Mapping[str, Tensor], weights: Weights) -> Weights:
-    """The fleet's weights, and those that are not exchanged; `load_weights` refuses unknown names."""
-    return {**own, **weights}
-
-
-def _n_seen(state: dict) -> int:
-    return state["learner"]["buffer"]["n_seen"]

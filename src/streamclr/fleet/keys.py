@@ -2,11 +2,10 @@
 
 import datetime
 import ipaddress
-import os
 from pathlib import Path
 
 from streamclr.base.errors import UserError
-from streamclr.base.files import sync
+from streamclr.base.files import sync, write_new
 from streamclr.fleet.flower import need_flower
 from streamclr.fleet.options import KeysOptions
 
@@ -17,10 +16,9 @@ LOOPBACK = ("localhost", "127.0.0.1")  # always in the certificate: the server c
 def make_keys(config: KeysOptions) -> tuple[Path, int]:
     """Write the files that are missing and overwrite none. Returns the directory and the number of new device keys."""
     need_flower()  # cryptography is installed with it
-    if not 1 <= config.days <= 3650:
-        raise UserError(f"days is {config.days}: use 1 to 3650")
-    if not 1 <= config.devices <= 9999:
-        raise UserError(f"devices is {config.devices}: use 1 to 9999")
+    for name, value, most in (("days", config.days, 3650), ("devices", config.devices, 9999)):
+        if not 1 <= value <= most:
+            raise UserError(f"{name} is {value}: use 1 to {most}")
     hosts = [host.strip() for host in config.host.split(",") if host.strip()]
     if not hosts:
         raise UserError("--host is empty: give the names or addresses under which devices reach the server")
@@ -29,10 +27,8 @@ def make_keys(config: KeysOptions) -> tuple[Path, int]:
     certificate = directory / f"{SERVER}.crt"
     if not certificate.exists():
         _make_certificates(directory, [*hosts, *(own for own in LOOPBACK if own not in hosts)], config.days)
-    elif config.host != KeysOptions.host and (
-        missing := [host for host in hosts if _alternative(host) not in _names(certificate)]
-    ):
-        raise UserError(f"{certificate} is not for {missing[0]}: give another directory, with new keys for all devices")
+    elif config.host != KeysOptions.host:
+        _check_hosts(certificate, hosts)
     new = [n for n in range(1, config.devices + 1) if not (directory / DEVICE.format(n)).exists()]
     for number in new:
         _make_device(directory / DEVICE.format(number))
@@ -62,12 +58,12 @@ def _make_certificates(directory: Path, hosts: list[str], days: int) -> None:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
     now = datetime.datetime.now(datetime.timezone.utc)
-    usage = dict.fromkeys(
-        ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
-    )
-    keys = {CA: ec.generate_private_key(ec.SECP384R1()), SERVER: ec.generate_private_key(ec.SECP384R1())}
+    unused = "content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only".split()
+    keys = {who: ec.generate_private_key(ec.SECP384R1()) for who in (CA, SERVER)}
 
     def builder(who: str) -> x509.CertificateBuilder:
+        usage = dict.fromkeys(unused, False) | {"digital_signature": who == SERVER}
+        usage |= dict.fromkeys(("key_cert_sign", "crl_sign"), who == CA)
         return (
             x509.CertificateBuilder()
             .subject_name(name(f"streamclr fleet {who}"))
@@ -77,16 +73,7 @@ def _make_certificates(directory: Path, hosts: list[str], days: int) -> None:
             .not_valid_before(now - datetime.timedelta(hours=1))  # the clocks of devices are not exact
             .not_valid_after(now + datetime.timedelta(days=days))
             .add_extension(x509.BasicConstraints(ca=who == CA, path_length=0 if who == CA else None), critical=True)
-            .add_extension(
-                x509.KeyUsage(
-                    digital_signature=who == SERVER,
-                    key_encipherment=False,
-                    key_cert_sign=who == CA,
-                    crl_sign=who == CA,
-                    **usage,
-                ),
-                critical=True,
-            )
+            .add_extension(x509.KeyUsage(**usage), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(keys[who].public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(keys[CA].public_key()), critical=False)
         )
@@ -101,11 +88,14 @@ def _make_certificates(directory: Path, hosts: list[str], days: int) -> None:
         _write(directory / f"{who}.crt", certificate.public_bytes(Encoding.PEM), 0o644)
 
 
-def _names(certificate: Path) -> list[object]:
+def _check_hosts(certificate: Path, hosts: list[str]) -> None:
     from cryptography import x509
 
-    there = x509.load_pem_x509_certificate(certificate.read_bytes())
-    return list(there.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+    known = list(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    for host in hosts:
+        if _alternative(host) not in known:
+            raise UserError(f"{certificate} is not for {host}: give another directory, with new keys for all devices")
 
 
 def _alternative(host: str):  # type: ignore[no-untyped-def]  # a type of cryptography, which only the extra `fleet` installs
@@ -120,10 +110,6 @@ def _alternative(host: str):  # type: ignore[no-untyped-def]  # a type of crypto
 def _write(path: Path, content: bytes, mode: int) -> None:
     """Write a new file that has its final permissions from the start."""
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        write_new(path, [content], mode)
     except FileExistsError:
         raise UserError(f"{path} exists already: keys are never overwritten; give another directory") from None
-    with os.fdopen(file, "wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(file)

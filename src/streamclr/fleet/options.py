@@ -19,8 +19,6 @@ from streamclr.records.options import (
 
 # What the learners of all devices have in common: the server sends it with every round.
 SHARED = ("encoder", "width", "stem", "norm", "size", "lr", "weight_decay", "temperature")
-# What cannot be changed while rounds go on, beside the learner's own options.
-OF_THE_ROUNDS = ("round_images", "momentum", "slow", "statistics")
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,8 @@ class RoundsOptions:
 
     rounds: int = option(50, "rounds in all, those of an earlier start in --out included")
     round_images: int = option(2560, "images of its stream that a device learns from in a round")
-    momentum: float = option(
-        0.0, "of the server: this share of the last step is added to the mean of this round's updates"
-    )
-    slow: float = option(
-        0.0, "the encoder kept for use is a moving average with this decay, as 0.9; 0: that of the last round"
-    )
+    momentum: float = option(0.0, "of the server: share of the last step that is added to the mean of the updates")
+    slow: float = option(0.0, "decay, as 0.9, of the moving average that is kept for use; 0: the last round's encoder")
     statistics: str = option("shared", f"of BatchNorm: {' or '.join(STATISTICS)}")
     fraction: float = option(1.0, "share of the devices that are asked in a round, to learn or for their labels")
     min_devices: int = option(2, "devices to wait for before a round")
@@ -55,7 +49,8 @@ class RoundsOptions:
 
     @property
     def of_the_rounds(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in OF_THE_ROUNDS}
+        """What cannot be changed while rounds go on, beside the learner's own options."""
+        return {name: getattr(self, name) for name in ("round_images", "momentum", "slow", "statistics")}
 
 
 # The fields of the last base come first, in `--help` too.

@@ -1,6 +1,7 @@
 """The server's side: rounds in a directory, which can be resumed, and one classifier from the labels of all devices."""
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -40,6 +41,9 @@ class FleetHead(NamedTuple):
     n_labels: int
     encoder: Weights  # whose features it was trained on; later rounds change the encoder
 
+    def classifier(self) -> Head:
+        return Head.from_state(self.weights, "the fleet's classifier")
+
 
 class Rounds:
     """The global encoder, its journal and its checkpoints, in a directory.
@@ -50,37 +54,35 @@ class Rounds:
 
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
-            known = one_of(options["statistics"], STATISTICS)
-            raise UserError(f"--statistics is {options['statistics']!r}: {known}")
-        self.path, self.options = path, options
+            raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
+        self.path, self.learner, self.options = path, learner, options
         with seeded(learner.seed):
             model = initial_model(learner)
             self.model = model if isinstance(model, ContrastiveModel) else ContrastiveModel(model)
-        self.size = learner.size
         weights = exchanged(self.model, options["statistics"])
         self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
         self.head: FleetHead | None = None
         self.refused: Counter[str] = Counter()
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self._open(learner)
+        self._open()
 
-    def _open(self, learner: RunOptions) -> None:
+    def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         file, journal = self.path / "fleet.json", self.path / "rounds.jsonl"
-        own = json.loads(json.dumps({**asdict(learner), "out": None, **self.options}))
+        own = json.loads(json.dumps({**asdict(self.learner), "out": None, **self.options}))
         if file.exists():
             there = read_json(file)
-            if different := [name for name in own if there.get(name) != own[name]]:
-                name = different[0]
-                how = f"{name} is {there.get(name)} there and {own[name]} here"
-                raise UserError(f"{self.path} has a fleet with other options ({how}): give another --out")
+            for name, value in own.items():
+                if there.get(name) != value:
+                    how = f"{name} is {there.get(name)} there and {value} here"
+                    raise UserError(f"{self.path} has a fleet with other options ({how}): give another --out")
         elif any(self.path.iterdir()):
             raise UserError(f"{self.path} is not empty and has no fleet in it: give another --out")
         else:
             write_json(file, own)
         busy = f"another fleet is running in {self.path}: wait for it, or give another --out"
         self._lock = held(file, busy, LOCK_SECONDS)
-        if (found := self.checkpoints.latest()) is not None:
+        if found := self.checkpoints.latest():
             state = found[1]
             self.average.load_state_dict(state["average"])
             self.refused = Counter(state["refused"])
@@ -114,7 +116,7 @@ class Rounds:
         line = asdict(done) | {"failed": failed, "silent": silent, "seconds": seconds, "time": round(time.time(), 3)}
         self.journal.write(line | {"refused_so_far": dict(self.refused)})
         self._save()
-        say(f"{done}{f' | {len(failed)} failed' if failed else ''}{f' | {silent} did not answer' if silent else ''}")
+        say(summary(line))
         return done
 
     def take_labels(self, labelled: Sequence[tuple[str, Tensor, list[str]]]) -> FleetHead | None:
@@ -140,8 +142,9 @@ class Rounds:
         head = train_head(torch.cat(features), targets, len(classes), quiet=True)
         self.head = FleetHead(dict(head.state_dict()), classes, len(names), self.average.kept)
         self._save()
-        if self.size is not None and self.options["statistics"] == "shared":  # else only the devices have statistics
-            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, self.size)
+        size = self.learner.size
+        if size is not None and self.options["statistics"] == "shared":  # else only the devices have statistics
+            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, size)
         say(f"classifier from {len(names)} labels of {len(features)} devices, {len(classes)} classes")
         return self.head
 
@@ -160,8 +163,15 @@ class Rounds:
         load_weights(self.model, {**self.model.state_dict(), **self.average.kept}, "the global encoder")
         return self.model
 
-    def classifier(self) -> Head | None:
-        return None if self.head is None else Head.from_state(self.head.weights, "the fleet's classifier")
+
+def summary(line: dict[str, Any]) -> str:
+    """A line of the journal for people."""
+    rejected = sorted(Counter(line["refused"].values()).items())
+    counts = {f"rejected: {reason}": n for reason, n in rejected}
+    counts |= {"failed": len(line["failed"]), "did not answer": line["silent"]}
+    rest = "".join(f" | {n} {what}" for what, n in counts.items() if n)
+    loss = "–" if line["loss"] is None or math.isnan(line["loss"]) else f"{line['loss']:.3f}"
+    return f"round {line['number']} | {len(line['taken'])} of {line['n_asked']} devices | loss {loss}{rest}"
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import random
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import update_bn
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.statistics import evenly_spaced
 from streamclr.base.tensors import load_weights
 from streamclr.encoders.inference import as_float
-from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.device import Device, LabelledImages
 from streamclr.fleet.flower import need_flower
 from streamclr.fleet.options import SimulateOptions
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from flwr.app import ConfigRecord, Context
     from flwr.serverapp import Grid
 
-N_GATHERED = 2048  # images from which the statistics of BatchNorm are gathered where devices keep theirs
+N_GATHERED = 2048  # images for the statistics of BatchNorm where devices keep theirs
 
 
 def simulate(options: SimulateOptions) -> tuple[Path, dict[str, Any]]:
@@ -48,7 +49,8 @@ def simulate(options: SimulateOptions) -> tuple[Path, dict[str, Any]]:
 def run_rounds(options: SimulateOptions, learner: RunPlan, out: Path) -> Rounds:
     """The rounds that are left."""
     need_flower(simulation=True)
-    with closing(Rounds(out, learner, options.of_the_rounds | _of_the_simulation(options))) as rounds:
+    fixed = {name: getattr(options, name) for name in ("devices", "split", "dropout", "labels", "guards")}
+    with closing(Rounds(out, learner, options.of_the_rounds | fixed)) as rounds:
         if rounds.n_rounds < options.rounds:
             _run(options, learner, rounds)
         if rounds.n_rounds < options.rounds:
@@ -75,10 +77,6 @@ def prepared(options: SimulateOptions) -> tuple[RunPlan, Path]:
     return dataclasses.replace(plan, images=None, out=None, checkpoint_minutes=0), Path(options.out)
 
 
-def _of_the_simulation(options: SimulateOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("devices", "split", "dropout", "labels", "guards")}
-
-
 def _run(options: SimulateOptions, learner: RunPlan, rounds: Rounds) -> None:
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
@@ -91,22 +89,16 @@ def _run(options: SimulateOptions, learner: RunPlan, rounds: Rounds) -> None:
 
     @server.main()
     def main(grid: "Grid", context: "Context") -> None:
-        Fleet(rounds, options, vars(learner)).run(grid)
+        while len(list(grid.get_node_ids())) < options.devices:  # the engine is still starting them
+            time.sleep(0.1)
+        Fleet(rounds, options).run(grid)
 
-    run_simulation(
-        server,
-        client_app(partial(simulated, options, learner, (rounds.path / "devices").resolve())),
-        num_supernodes=options.devices,
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {
-                "address": "local",  # never a cluster that somebody else runs on this machine
-                "num_cpus": options.workers or os.cpu_count() or 1,
-                "object_store_memory": 200 * 2**20,
-                "log_to_driver": False,
-            },
-        },
-    )
+    # "local": never a cluster that somebody else runs on this machine.
+    ray = {"address": "local", "num_cpus": options.workers or os.cpu_count() or 1}
+    ray |= {"object_store_memory": 200 * 2**20, "log_to_driver": False}
+    backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": ray}
+    device = client_app(partial(simulated, options, learner, (rounds.path / "devices").resolve()))
+    run_simulation(server, device, options.devices, backend_config=backend)
 
 
 def simulated(
@@ -145,17 +137,19 @@ def evaluate(options: SimulateOptions, rounds: Rounds) -> dict[str, Any]:
     whole, model = whole_of(options.source, options.size), rounds.kept_model()
     assert whole.train is not None
     assert whole.test is not None
-    if options.statistics == "local":
-        gather_statistics(model, whole.streamed)
+    if options.statistics == "local":  # the fleet has no statistics of BatchNorm: gather them from some of the images
+        numbers = evenly_spaced(len(whole.streamed), N_GATHERED)
+        parts = np.array_split(numbers, -(-len(numbers) // 256))
+        update_bn((as_float(torch.from_numpy(whole.streamed.images(part))) for part in parts), model)
     known, tested = extract(model, whole.train), extract(model, whole.test)
     results: dict[str, Any] = dict(probes(known, tested, len(whole.classes)))
-    if (head := rounds.classifier()) is not None and rounds.head is not None:
+    if (head := rounds.head) is not None:
         # Of an earlier round, if the last label round had too few: with the encoder that it goes with.
-        load_weights(model, {**model.state_dict(), **rounds.head.encoder}, "the fleet's classifier")
+        load_weights(model, {**model.state_dict(), **head.encoder}, "the fleet's classifier")
         tested = extract(model, whole.test)
-        names = [rounds.head.classes[row] for row in head(tested.features).argmax(1).tolist()]
+        names = [head.classes[row] for row in head.classifier()(tested.features).argmax(1).tolist()]
         right = [whole.classes[label] == name for label, name in zip(tested.labels.tolist(), names, strict=True)]
-        results |= {"classifier": sum(right) / len(right), "n_labels": rounds.head.n_labels}
+        results |= {"classifier": sum(right) / len(right), "n_labels": head.n_labels}
     lines = read_rounds(rounds.path)
     return results | {
         "rounds": rounds.n_rounds,
@@ -166,19 +160,3 @@ def evaluate(options: SimulateOptions, rounds: Rounds) -> dict[str, Any]:
         "refused": dict(rounds.refused),
         "seconds": sum(line["seconds"] for line in lines),
     }
-
-
-@torch.no_grad()
-def gather_statistics(model: ContrastiveModel, images: Images) -> None:
-    """Fresh statistics of BatchNorm, the mean over some of the images: the fleet has none where devices keep theirs."""
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # all batches weigh the same
-    numbers = evenly_spaced(len(images), N_GATHERED)
-    model.train()
-    for part in np.array_split(numbers, -(-len(numbers) // 256)):
-        model.features(as_float(torch.from_numpy(images.images(part))))
-    model.eval()
-    for norm in norms:
-        norm.momentum = 0.1

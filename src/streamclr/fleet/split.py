@@ -73,8 +73,6 @@ def shard(
 def whole_of(source: str, size: int | None = None) -> DatasetSource:
     """The dataset itself; a process that plays several devices opens it once."""
     opened = open_source(source, size=size)
-    if not isinstance(opened, DatasetSource) or not opened.classes:
-        raise UserError(
-            f"{source} cannot be dealt out to devices: use a dataset with classes, as cifar10 or folder:DIR"
-        )
-    return opened
+    if isinstance(opened, DatasetSource) and opened.classes:
+        return opened
+    raise UserError(f"{source} cannot be dealt out to devices: use a dataset with classes, as cifar10 or folder:DIR")

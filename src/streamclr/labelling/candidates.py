@@ -35,8 +35,8 @@ class Candidates:
     def __init__(self, path: Path, capacity: int, shape: tuple[int, ...], seed: int = 0):
         self.path, self.capacity, self.shape, self.seed = path, capacity, shape, seed
         self._record_size = record_size(shape)
-        header = json.dumps({"candidates": capacity, "shape": list(shape), "seed": seed}).encode()
-        header = header.ljust(HEADER_SIZE - 1) + b"\n"
+        about = {"candidates": capacity, "shape": list(shape), "seed": seed}
+        header = json.dumps(about).encode().ljust(HEADER_SIZE - 1) + b"\n"
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if os.pread(self._file, HEADER_SIZE, 0) != header:
             os.truncate(self._file, 0)
@@ -45,10 +45,8 @@ class Candidates:
             os.posix_fallocate(self._file, 0, HEADER_SIZE + capacity * self._record_size)
         except OSError as error:
             os.close(self._file)
-            raise UserError(
-                f"no room for {capacity} candidates of the label queue in {path.parent} ({error.strerror}): "
-                "use a smaller --label-disk"
-            ) from None
+            room = f"no room for {capacity} candidates of the label queue in {path.parent}"
+            raise UserError(f"{room} ({error.strerror}): use a smaller --label-disk") from None
 
     def offer(self, images: Tensor, first: int) -> None:
         """The next images of the stream; `first` is the number of the first of them."""

@@ -1,5 +1,5 @@
-"""Which images to ask a person about, by greedy k-median: each next one most reduces the sum of the distances from all
-images to the nearest one asked about."""
+"""Which images to ask a person about, by greedy k-median (facility location): each next one most reduces the sum of the
+distances from all images to the nearest one asked about."""
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,8 @@ N_AT_ONCE = 16  # rows whose gains are updated together
 def asking_order(features: Tensor, n: int, seed: int = 0, known: Tensor | None = None) -> Tensor:
     """The `n` rows to ask about, in order; every prefix is spread over feature space.
 
-    It does not depend on `n`. Greedy facility location: the next row is the one that reduces the sum of all rows'
-    distances to their nearest asked row the most, so that a dense region is asked about first, and again only when
-    others are farther from an answer. What is measured is the angle between rows: see docs/log.md for what else was
-    tried.
+    It does not depend on `n`. A dense region is asked about first, and again only when others are farther from an
+    answer. What is measured is the angle between rows: see docs/log.md for what else was tried.
     known: a mask of rows that are asked about already; they come first, and the others where these leave something.
     """
     features = features.detach().cpu().float()

@@ -6,6 +6,7 @@ import math
 import sqlite3
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar 
 N_FOLDS = 5  # of the cross-validation
 SESSION_SECONDS = 600.0  # after an answer no questions are replaced for so long, unless the run has ended
 LOOK_EVERY_SECONDS = 10.0  # for a new state of a run that is not finished
+FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Training:
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
 
 
-class Asking:
+class LabelSession:
     """The questions about one run, for a page or a command; features are computed once."""
 
     def __init__(self, directory: RunDirectory):
@@ -81,8 +83,7 @@ class Asking:
                     raise
                 explanation = str(error)  # the earlier questions can still be answered
         questions = self.labels.questions()
-        images_asked = torch.stack([self._image(question.key) for question in questions])
-        features = self._features(model, images_asked, "features")
+        features = self._features(model, torch.stack([self._image(q.key) for q in questions]), "features")
         with self._lock:
             self.questions, self.features, self.model_of = questions, features, model_of
             self.trained, self.trained_on = None, None
@@ -102,18 +103,15 @@ class Asking:
             return
         stay = self.labels.lasting()  # exported to others, or answered
         images = {key: self._image(key) for key in stay} | {c.key: c.image for c in candidates}
-        arrivals = {question.key: question.arrival for question in stay.values()} | {
-            c.key: c.arrival for c in candidates
-        }
+        arrivals = {key: question.arrival for key, question in stay.items()} | {c.key: c.arrival for c in candidates}
         keys = list(images)
         assert config.label_budget is not None
         n_asked = min(max(LabelBudget.parse(config.label_budget).of(newest + 1), len(stay)), len(keys))
         features = self._features(model, torch.stack(list(images.values())), "choosing what to ask")
         known = torch.tensor([key in stay for key in keys], dtype=torch.bool)
         order = asking_order(features, n_asked, config.seed, known).tolist()
-        chosen = [
-            (Question(keys[row], arrivals[keys[row]], rank), png(images[keys[row]])) for rank, row in enumerate(order)
-        ]
+        ranked = enumerate(keys[row] for row in order)
+        chosen = [(Question(key, arrivals[key], rank), png(images[key])) for rank, key in ranked]
         self.labels.ask(chosen, at_most=n_asked)  # others may have been answered meanwhile
         self.labels.note("made_from", made_from)
         if not self.labels.classes():
@@ -139,48 +137,40 @@ class Asking:
     def train(self) -> Training | None:
         """Train a head on all labels so far and save it in the run; None while there are fewer than two classes."""
         answers, names = self.labels.answers(), self.labels.classes()
-        trained_on = _last(answers), names
-        rows = [row for row, question in enumerate(self.questions) if _is_label(answers.get(question.key))]
-        given = [answers[self.questions[row].key] for row in rows]
+        trained = self._train(answers, names)
+        with self._lock:
+            self.trained, self.trained_on, self.message = trained, (_last(answers), names), self._explanation
+        return trained
+
+    def _train(self, answers: dict[str, Answer], names: dict[int, str]) -> Training | None:
+        keys = [question.key for question in self.questions]
+        rows = [row for row, key in enumerate(keys) if key in answers and answers[key].kind == "label"]
+        given = [answers[keys[row]] for row in rows]
         classes = sorted({answer.class_id for answer in given if answer.class_id is not None})
         if len(classes) < 2:
             self.heads.forget_labelled()
-            with self._lock:
-                self.trained, self.trained_on, self.message = None, trained_on, self._explanation
             return None
         targets = torch.tensor([classes.index(answer.class_id or 0) for answer in given])
         features = self.features[rows]
         head = train_head(features, targets, len(classes), quiet=True)
-        probabilities = head(self.features).softmax(1)
-        together = self._answered_together([self.questions[row].key for row in rows], given)
-        right, n_tested = _cross_validate(features, targets, together, len(classes))
-        trained = Training(classes, probabilities, len(rows))
+        # Similar images that were answered in one go are one group; imported answers are one each.
+        imported = self.labels.imported()
+        groups = [(a.number, keys[row] if a.number in imported else "") for row, a in zip(rows, given, strict=True)]
+        right, n_tested = _cross_validate(features, targets, groups)
+        trained = Training(classes, head(self.features).softmax(1), len(rows))
+        accuracy = None
         if n_tested:
             trained.accuracy, trained.interval = right / n_tested, wilson(right, n_tested)
-        known = [names[number] for number in classes]
-        accuracy = None if trained.accuracy is None else round(trained.accuracy, 4)
-        self.heads.save_labelled(head, known, self.model_of, trained.n_labels, accuracy)
-        self._remember(trained)
-        with self._lock:
-            self.trained, self.trained_on, self.message = trained, trained_on, self._explanation
+            accuracy = round(trained.accuracy, 4)
+        self.heads.save_labelled(head, [names[number] for number in classes], self.model_of, len(rows), accuracy)
+        if accuracy is not None:
+            history = [point for point in self.history() if point[0] < len(rows)]
+            self.labels.note("history", json.dumps([*history, [len(rows), accuracy]][-1000:]))
         return trained
 
     def is_behind(self) -> bool:
         """Whether answers or class names have changed since the last training."""
         return bool(self.questions) and self.trained_on != (_last(self.labels.answers()), self.labels.classes())
-
-    def _answered_together(self, keys: list[str], given: list[Answer]) -> list[tuple[int, str]]:
-        """A group for each answer: similar images answered in one go are one group; imported answers are one each."""
-        imported = self.labels.imported()
-        return [
-            (answer.number, key if answer.number in imported else "") for key, answer in zip(keys, given, strict=True)
-        ]
-
-    def _remember(self, trained: Training) -> None:
-        if trained.accuracy is not None:
-            history = [point for point in self.history() if point[0] < trained.n_labels]
-            points = [*history, [trained.n_labels, round(trained.accuracy, 4)]]
-            self.labels.note("history", json.dumps(points[-1000:]))
 
     def history(self) -> list[list[float]]:
         """Pairs of the number of labels and the accuracy."""
@@ -191,50 +181,39 @@ class Asking:
     def state(self) -> dict[str, Any]:
         """Everything that a page shows."""
         with self._lock:
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        questions, trained, answers = self.questions, self.trained, self.labels.answers()
-        asked = {question.key: row for row, question in enumerate(questions)}
-        kinds = [answer.kind for key, answer in answers.items() if key in asked]
-        counts = {
-            name: kinds.count(kind) for name, kind in (("labelled", "label"), ("skipped", "skip"), ("unsure", "unsure"))
-        }
-        per_class: dict[int, int] = {}
-        for answer in answers.values():
-            if answer.class_id is not None:
-                per_class[answer.class_id] = per_class.get(answer.class_id, 0) + 1
-        to_ask = self._to_ask(answers)
-        low, high = trained.interval if trained else (0.0, 1.0)
-        is_known = self.trained_on is not None and self.trained_on[0] == _last(answers)
-        unanswered = [row for row in to_ask if questions[row].key not in answers]
-        return {
-            "ready": bool(questions),
-            "message": self.message,
-            "classes": [{"id": n, "name": name, "n": per_class.get(n, 0)} for n, name in self.labels.classes().items()],
-            "progress": {"asked": len(questions), **counts, "left": len(to_ask)},
-            "saved": self.labels.n_answers(),
-            "accuracy": {
-                "value": trained.accuracy if trained else None,
-                "low": low,
-                "high": high,
-                "n": trained.n_labels if trained else 0,
-                "training": bool(questions) and not is_known,
-                "history": self.history(),
-            },
-            "last": self.labels.last(),
-            "next": self._tasks(to_ask[:N_AHEAD], unanswered),
-        }
+            questions, trained, answers = self.questions, self.trained, self.labels.answers()
+            asked = {question.key for question in questions}
+            kinds = Counter(answer.kind for key, answer in answers.items() if key in asked)
+            counts = {"labelled": kinds["label"], "skipped": kinds["skip"], "unsure": kinds["unsure"]}
+            n_of = Counter(answer.class_id for answer in answers.values())
+            to_ask = self._to_ask(answers)
+            low, high = trained.interval if trained else (0.0, 1.0)
+            is_known = self.trained_on is not None and self.trained_on[0] == _last(answers)
+            unanswered = [row for row in to_ask if questions[row].key not in answers]
+            return {
+                "ready": bool(questions),
+                "message": self.message,
+                "classes": [{"id": n, "name": name, "n": n_of[n]} for n, name in self.labels.classes().items()],
+                "progress": {"asked": len(questions), **counts, "left": len(to_ask)},
+                "saved": self.labels.n_answers(),
+                "accuracy": {
+                    "value": trained.accuracy if trained else None,
+                    "low": low,
+                    "high": high,
+                    "n": trained.n_labels if trained else 0,
+                    "training": bool(questions) and not is_known,
+                    "history": self.history(),
+                },
+                "last": self.labels.last(),
+                "next": self._tasks(to_ask[:N_AHEAD], unanswered),
+            }
 
     def _to_ask(self, answers: dict[str, Answer]) -> list[int]:
-        """The rows that are not answered, in the asking order; then those that were skipped."""
-        rows = [row for row, question in enumerate(self.questions) if question.key not in answers]
-        skipped = [
-            (answers[question.key].number, row)
-            for row, question in enumerate(self.questions)
-            if question.key in answers and answers[question.key].kind == "skip"
-        ]
-        return rows + [row for _, row in sorted(skipped)]
+        """The rows that are not answered, in the order of questions; then those that were skipped."""
+        keys = [question.key for question in self.questions]
+        unanswered = [row for row, key in enumerate(keys) if key not in answers]
+        skipped = [row for row, key in enumerate(keys) if key in answers and answers[key].kind == "skip"]
+        return unanswered + sorted(skipped, key=lambda row: answers[keys[row]].number)
 
     def _tasks(self, rows: list[int], unanswered: list[int]) -> list[dict[str, Any]]:
         """Each with the unanswered images that are most similar to it."""
@@ -262,11 +241,11 @@ class Asking:
 class Worker:
     """Prepares the questions and trains the head again after every answer, in a thread of its own."""
 
-    def __init__(self, asking: Asking):
-        self.asking = asking
+    def __init__(self, session: LabelSession):
+        self.session = session
         self._wake = threading.Event()
         self._ends = self._opened = self._held_back = False
-        self._thread = threading.Thread(target=self._work, name="asking", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="labelling", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -281,7 +260,7 @@ class Worker:
         self._ends = True
         self.wake()
         self._thread.join(30)
-        self.asking.close()
+        self.session.close()
 
     def _work(self) -> None:
         looked = -math.inf
@@ -290,44 +269,39 @@ class Worker:
                 if self._opened or time.monotonic() - looked > LOOK_EVERY_SECONDS:
                     looked = time.monotonic()
                     self._prepare_if_due()
-                if self.asking.is_behind():
-                    self.asking.train()
+                if self.session.is_behind():
+                    self.session.train()
             except FAILURES as error:  # a full disk may have room the next time
-                self.asking.message = f"the classifier is not saved ({error})"
+                self.session.message = f"the classifier is not saved ({error})"
             self._wake.wait(LOOK_EVERY_SECONDS)
             self._wake.clear()
 
     def _prepare_if_due(self) -> None:
         """Prepare while there are no questions, and with a new encoder when the run has ended or somebody opens the
         page. Questions that another process has chosen are taken over."""
-        asking, opened = self.asking, self._opened
-        if opened:
+        session, opened = self.session, self._opened
+        if opened:  # else a page that is opened right now would be missed
             self._opened = False
         try:
-            newest = asking.directory.newest_encoder()
-            is_new = newest not in (None, asking.model_of) or self._held_back
-            if not asking.questions or (is_new and (opened or newest == FINISHED)):
-                in_use = bool(asking.questions) and newest != FINISHED and asking.labels.quiet() < SESSION_SECONDS
-                asking.prepare(choose_anew=not in_use)
+            newest = session.directory.newest_encoder()
+            is_new = newest not in (None, session.model_of) or self._held_back
+            if not session.questions or (is_new and (opened or newest == FINISHED)):
+                in_use = bool(session.questions) and newest != FINISHED and session.labels.quiet() < SESSION_SECONDS
+                session.prepare(choose_anew=not in_use)
                 self._held_back = in_use
-            elif asking.questions != asking.labels.questions():
-                asking.prepare(choose_anew=False)
+            elif session.questions != session.labels.questions():
+                session.prepare(choose_anew=False)
         except FAILURES as error:
-            asking.message = str(error)
+            session.message = str(error)
 
 
-FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
-
-
-def _cross_validate(
-    features: Tensor, targets: Tensor, together: list[tuple[int, str]], n_classes: int
-) -> tuple[int, int]:
+def _cross_validate(features: Tensor, targets: Tensor, groups: list[tuple[int, str]]) -> tuple[int, int]:
     """The number of labels predicted correctly by heads that were not trained on them, and the number tested.
 
-    together: the group of each label; a group is held back as a whole.
+    groups: the group of each label; a group is held back as a whole.
     """
-    order = {group: i for i, group in enumerate(sorted(set(together)))}
-    fold = torch.tensor([order[group] % N_FOLDS for group in together])
+    order = {group: i for i, group in enumerate(sorted(set(groups)))}
+    fold = torch.tensor([order[group] % N_FOLDS for group in groups])
     right = n_tested = 0
     if len(order) < N_FOLDS:
         return 0, 0
@@ -335,7 +309,7 @@ def _cross_validate(
         test = fold == held_back
         if len(targets[~test].unique()) < 2:
             continue
-        head = train_head(features[~test], targets[~test], n_classes, quiet=True)
+        head = train_head(features[~test], targets[~test], int(targets.max()) + 1, quiet=True)
         right += int((head(features[test]).argmax(1) == targets[test]).sum())
         n_tested += int(test.sum())
     return right, n_tested
@@ -343,10 +317,6 @@ def _cross_validate(
 
 def _last(answers: dict[str, Answer]) -> int:
     return max((answer.number for answer in answers.values()), default=0)
-
-
-def _is_label(answer: Answer | None) -> bool:
-    return answer is not None and answer.kind == "label"
 
 
 def png(image: Tensor) -> bytes:

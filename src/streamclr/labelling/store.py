@@ -85,32 +85,29 @@ class Labels:
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
         """A transaction: all or nothing, and on disk afterwards."""
-        with self._lock:
+        with self._lock, self._connection:  # it commits, or rolls back
             if not self.path.exists() or self.path.stat().st_ino != self._identity:
                 raise sqlite3.OperationalError(f"{self.path.name} was deleted")  # the answer would be lost
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:  # on a full disk SQLite may have rolled back itself
-                    self._connection.execute("ROLLBACK")
-                raise
+            yield self._connection
 
     def _read(self, query: str, *values: Any) -> list[Any]:
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 
+    def _value(self, query: str, *values: Any) -> Any:
+        """The first column of the first row, if there is one."""
+        rows = self._read(query, *values)
+        return rows[0][0] if rows else None
+
     # ------------------------------------------------------------------------------------------------------------
 
     def questions(self) -> list[Question]:
         """The questions, in the order in which to ask them."""
-        rows = self._read("SELECT key, arrival, rank FROM questions ORDER BY rank, key")
-        return [Question(*row) for row in rows]
+        return [Question(*row) for row in self._read("SELECT key, arrival, rank FROM questions ORDER BY rank, key")]
 
     def picture(self, key: str) -> bytes | None:
-        rows = self._read("SELECT picture FROM questions WHERE key = ?", key)
-        return rows[0][0] if rows else None
+        return self._value("SELECT picture FROM questions WHERE key = ?", key)
 
     def lasting(self) -> dict[str, Question]:
         """The questions that are never replaced: answered or exported ones."""
@@ -142,8 +139,7 @@ class Labels:
             db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", [name, value])
 
     def fact(self, name: str) -> str | None:
-        rows = self._read("SELECT value FROM facts WHERE name = ?", name)
-        return rows[0][0] if rows else None
+        return self._value("SELECT value FROM facts WHERE name = ?", name)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -154,10 +150,8 @@ class Labels:
     def add_class(self, name: str, request: str | None = None) -> int:
         """Add a class. Returns its number."""
         with self._change() as db:
-            if request is not None:
-                known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
-                if known:
-                    return _same(known, "class")[1]
+            if request is not None and (known := _repeated(db, request, "class")):
+                return known[1]
             number = _add_class(db, checked_name(name))
             if request is not None:
                 _note(db, request, "class", number)
@@ -176,11 +170,11 @@ class Labels:
     def answers(self) -> dict[str, Answer]:
         """The current answer of each image, by its key."""
         rows = self._read("SELECT key, kind, class, number FROM current ORDER BY number")
-        return {key: Answer(kind, class_id, number) for key, kind, class_id, number in rows}
+        return {key: Answer(*rest) for key, *rest in rows}
 
     def change(self) -> int:
         """A number that changes when another connection has changed the database. Cheap to read."""
-        return self._read("PRAGMA data_version")[0][0]
+        return self._value("PRAGMA data_version")
 
     def imported(self) -> set[int]:
         """The numbers of the answers that `bring_in` added."""
@@ -188,9 +182,7 @@ class Labels:
 
     def n_answers(self) -> int:
         """How many answers were given and not undone."""
-        return self._read("SELECT count(*) FROM answers JOIN requests ON number = answers.request WHERE NOT undone")[0][
-            0
-        ]
+        return self._value("SELECT count(*) FROM answers JOIN requests ON number = answers.request WHERE NOT undone")
 
     def answer(self, request: str, kind: str, keys: Sequence[str], class_id: int | None = None) -> None:
         """Store one answer for one or several images. Repeating a request changes nothing."""
@@ -211,14 +203,12 @@ class Labels:
 
     def quiet(self) -> float:
         """Seconds since the last request."""
-        return time.time() - (self._read("SELECT max(time) FROM requests")[0][0] or 0.0)
+        return time.time() - (self._value("SELECT max(time) FROM requests") or 0.0)
 
     def undo(self, request: str, of: str | None = None) -> None:
         """Undo the answer of a request, or the last answer that is not undone yet."""
         with self._change() as db:
-            known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
-            if known:
-                _same(known, "undo")
+            if _repeated(db, request, "undo"):
                 return
             undone = db.execute(
                 "UPDATE requests SET undone = 1 WHERE number = (SELECT max(number) FROM requests "
@@ -231,29 +221,27 @@ class Labels:
 
     def bring_in(self, answers: Sequence[tuple[str, str, str | None]]) -> int:
         """Add imported answers (key, kind, class name), all or none. Returns the number of new answers."""
-        now, request, n_new = self.answers(), f"import-{secrets.token_hex(16)}", 0
-        alike: dict[tuple[str, str | None], list[str]] = {}
-        for key, kind, name in answers:
-            alike.setdefault((kind, name), []).append(key)
+        now, request = self.answers(), f"import-{secrets.token_hex(16)}"
+        new: dict[tuple[str, int | None], list[str]] = {}
         with self._change() as db:
             numbers = {name: number for number, name in db.execute("SELECT id, name FROM classes")}
-            for (kind, name), keys in alike.items():
+            for key, kind, name in answers:
                 if name is not None and name not in numbers:
                     numbers[name] = _add_class(db, checked_name(name))
                 class_id = None if name is None else numbers[name]
-                keys = [key for key in keys if key not in now or now[key][:2] != (kind, class_id)]
-                if keys:
-                    _answer(db, f"{request}/{kind}/{class_id}", kind, keys, class_id)
-                n_new += len(keys)
-        return n_new
+                if key not in now or now[key][:2] != (kind, class_id):
+                    new.setdefault((kind, class_id), []).append(key)
+            for (kind, class_id), keys in new.items():
+                _answer(db, f"{request}/{kind}/{class_id}", kind, keys, class_id)
+        return sum(map(len, new.values()))
 
 
 def checked_name(name: str) -> str:
     name = " ".join(name.split())
     shown = name.replace("\u200c", "").replace("\u200d", "")  # joiners, which some scripts and emoji need
-    if not 0 < len(name) <= MAX_NAME_LENGTH or not shown or not shown.isprintable():
-        how = f"use 1 to {MAX_NAME_LENGTH} printable characters"
-        raise UserError(f"class name {name[:MAX_NAME_LENGTH]!r} not allowed: {how}")
+    if len(name) > MAX_NAME_LENGTH or not shown or not shown.isprintable():
+        limit = f"use 1 to {MAX_NAME_LENGTH} printable characters"
+        raise UserError(f"class name {name[:MAX_NAME_LENGTH]!r} not allowed: {limit}")
     return name
 
 
@@ -267,17 +255,14 @@ def _add_class(db: sqlite3.Connection, name: str) -> int:
 
 
 def _note(db: sqlite3.Connection, request: str, kind: str, class_id: int | None) -> int:
-    row = db.execute(
-        "INSERT INTO requests (request, kind, class, time) VALUES (?, ?, ?, ?)", [request, kind, class_id, time.time()]
-    )
-    assert row.lastrowid is not None
-    return row.lastrowid
+    values = [request, kind, class_id, time.time()]
+    number = db.execute("INSERT INTO requests (request, kind, class, time) VALUES (?, ?, ?, ?)", values).lastrowid
+    assert number is not None
+    return number
 
 
 def _answer(db: sqlite3.Connection, request: str, kind: str, keys: Sequence[str], class_id: int | None) -> None:
-    known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
-    if known:
-        _same(known, kind, class_id)
+    if _repeated(db, request, kind, class_id):
         return
     if class_id is not None and not db.execute("SELECT 1 FROM classes WHERE id = ?", [class_id]).fetchone():
         raise Missing(f"no class {class_id}")
@@ -288,7 +273,9 @@ def _answer(db: sqlite3.Connection, request: str, kind: str, keys: Sequence[str]
         db.execute("INSERT INTO answers (request, key) VALUES (?, ?)", [number, key])
 
 
-def _same(known: tuple[str, Any], kind: str, class_id: Any = ...) -> tuple[str, Any]:
-    if known[0] != kind or (class_id is not ... and known[1] != class_id):
+def _repeated(db: sqlite3.Connection, request: str, kind: str, class_id: Any = ...) -> tuple[str, Any] | None:
+    """The kind and class of a request that is stored already; None if it is new."""
+    known = db.execute("SELECT kind, class FROM requests WHERE request = ?", [request]).fetchone()
+    if known and (known[0] != kind or class_id not in (..., known[1])):
         raise Conflict("this request id was used for another request: use a new one")
     return known

@@ -140,7 +140,7 @@ def make_app(site: Site) -> FastAPI:
     @app.get("/api/runs/{run}/labels")
     def labels(run: Run) -> dict[str, Any]:
         """The next questions, the classes, the progress and the accuracy of the classifier."""
-        content = worker(run).asking.state()
+        content = worker(run).session.state()
         content["message"] = shown(content["message"])
         for task in content["next"]:
             for picture in (task, *task["alike"]):
@@ -150,7 +150,7 @@ def make_app(site: Site) -> FastAPI:
     @app.get("/api/runs/{run}/pictures/{key}", response_class=Response)
     def picture(run: Run, key: Key) -> Response:
         """The picture of a question."""
-        found = worker(run).asking.labels.picture(key)
+        found = worker(run).session.labels.picture(key)
         if found is None:
             raise HTTPException(404, "no such picture")
         return Response(found, media_type="image/png", headers=CACHE_FOR_A_DAY)
@@ -159,7 +159,7 @@ def make_app(site: Site) -> FastAPI:
     def answer(run: Run, sent: AnswerSent) -> dict[str, Any]:
         """Answer for one or several pictures. It is on disk when this returns."""
         one = worker(run)
-        one.asking.labels.answer(sent.request, sent.kind, sent.tasks, sent.class_)
+        one.session.labels.answer(sent.request, sent.kind, sent.tasks, sent.class_)
         one.wake()
         return labels(run)
 
@@ -167,18 +167,18 @@ def make_app(site: Site) -> FastAPI:
     def undo(run: Run, sent: UndoSent) -> dict[str, Any]:
         """Undo the answer of the request `of`, or the last answer."""
         one = worker(run)
-        one.asking.labels.undo(sent.request, sent.of)
+        one.session.labels.undo(sent.request, sent.of)
         one.wake()
         return labels(run)
 
     @app.post("/api/runs/{run}/classes")
     def add_class(run: Run, sent: ClassSent) -> dict[str, Any]:
-        worker(run).asking.labels.add_class(sent.name, sent.request)
+        worker(run).session.labels.add_class(sent.name, sent.request)
         return labels(run)
 
     @app.put("/api/runs/{run}/classes/{number}")
     def rename_class(run: Run, number: Annotated[int, InPath(ge=1, lt=2**31)], sent: NameSent) -> dict[str, Any]:
-        worker(run).asking.labels.rename_class(number, sent.name)
+        worker(run).session.labels.rename_class(number, sent.name)
         return labels(run)
 
     # ------------------------------------------------------------------------------------------------------------

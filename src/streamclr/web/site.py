@@ -10,7 +10,7 @@ from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import say
-from streamclr.labelling.session import Asking, Worker
+from streamclr.labelling.session import LabelSession, Worker
 from streamclr.runs.status import look
 from streamclr.web.view import RunView, columns, find_runs, shown, thinned
 from streamclr.web.wall import Wall
@@ -64,7 +64,7 @@ class Site:
     def worker(self, run: str) -> Worker:
         """The labelling worker of a run, started on first use. The caller holds a lock."""
         if run not in self._workers:
-            self._workers[run] = Worker(Asking(self.views[run].directory))
+            self._workers[run] = Worker(LabelSession(self.views[run].directory))
         return self._workers[run]
 
     def opened(self, run: str) -> None:
