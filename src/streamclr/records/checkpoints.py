@@ -73,8 +73,8 @@ class Checkpoints:
             except (UserError, FileNotFoundError) as error:
                 say(f"streamclr: {error}; going back to the checkpoint before")
             except OSError as error:  # not damaged, only unreadable now: resuming from an older one would lose it
-                where = self.directory / f"{number:010}"
-                raise UserError(f"{where} cannot be read ({error.strerror or error}): try again") from None
+                reason = error.strerror or error
+                raise UserError(f"{self.directory}/{number:010} cannot be read ({reason}): try again") from None
         return None
 
     def load(self, number: int) -> dict[str, Any]:

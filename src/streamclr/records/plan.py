@@ -114,7 +114,6 @@ def _label_budget(options: RunOptions, images: int | None, epoch: int | None, si
         raise UserError(f"label_budget is {options.label_budget}, and the stream has {known} images: use fewer")
     if n_images > room:
         holds = f"{options.label_disk} of disk holds {room} of {size} px"
-        raise UserError(
-            f"label_budget is {n_images} images, and {holds}: use a larger --label-disk or a smaller budget"
-        )
+        how = "use a larger --label-disk or a smaller budget"
+        raise UserError(f"label_budget is {n_images} images, and {holds}: {how}")
     return options.label_budget if budget.images is None and known is None else str(n_images)

@@ -152,7 +152,8 @@ class CameraFrames:
     def _close(self) -> None:
         """End the capture processes. Frames of cameras that wait there are passed over."""
         for capture in self._captures:
-            capture.ask_for_the_last()
+            if capture.tells_at_the_end and capture.asked is None:
+                capture.ask(0)
         deadline = time.monotonic() + ANSWER_SECONDS  # for all of them together: some may hang
         for capture in self._captures:
             capture.close(max(0.0, deadline - time.monotonic()))
@@ -294,20 +295,16 @@ class CaptureProcess:
         else:
             self.account = Account()
 
-    def ask_for_the_last(self) -> None:
-        if self._tells_at_the_end and self.asked is None:
-            self.ask(0)
-
     def close(self, patience: float) -> None:
         """Take its last account, for which it has `patience` seconds, and end it."""
-        if self._tells_at_the_end:
+        if self.tells_at_the_end:
             self._patience = patience
             with suppress(OSError, EOFError, ValueError):
                 self.give_back(len(self._answer()))
         self._end("stopped")
 
     @property
-    def _tells_at_the_end(self) -> bool:
+    def tells_at_the_end(self) -> bool:
         return self.feed.drops and not self.ended and self._down_until is None
 
     def _end(self, reason: str) -> None:

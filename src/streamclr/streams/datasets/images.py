@@ -12,20 +12,26 @@ from streamclr.base.options import checked_seed, checked_stc
 from streamclr.streams.frame import BadFrame
 
 
-class Images(Protocol):
+class Numbered(Protocol):
+    """Images by number: a source, or the labelled images of stage two."""
+
+    def images(self, numbers: np.ndarray) -> np.ndarray: ...  # uint8, n x 3 x H x W
+
+
+class Images(Numbered, Protocol):
     """Random access to images and their labels."""
 
     labels: np.ndarray  # int64, one per image
     classes: tuple[str, ...]
 
     def __len__(self) -> int: ...
-    def images(self, numbers: np.ndarray) -> np.ndarray: ...  # uint8, n x 3 x H x W
+
     def file(self, number: int) -> str | None:
         """The path of an image; None if it has no file of its own."""
         return None
 
 
-class Source(Protocol):
+class Source(Numbered, Protocol):
     """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
 
     n_images: int | None = None  # None: endless
@@ -34,14 +40,7 @@ class Source(Protocol):
     train: Images | None = None  # labelled images for stage two
     test: Images | None = None
 
-    def images(self, numbers: np.ndarray) -> np.ndarray: ...
     def labels(self, numbers: np.ndarray) -> np.ndarray: ...
-
-
-class Numbered(Protocol):
-    """Images by number: a source, or the labelled images of stage two."""
-
-    def images(self, numbers: np.ndarray) -> np.ndarray: ...
 
 
 def readable(source: Numbered, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, BadFrame]]:
