@@ -37,7 +37,7 @@ def test_the_demo_shows_what_it_promises(tmp_path):
     out, _ = demo(str(tmp_path / "demo"))
     assert time.monotonic() - started < 300
     assert (out / "report.html").stat().st_size > 100_000
-    rows, scored = json.loads((out / "results.json").read_text())["accuracy"], "contrast?precision=fp32"
+    rows, scored = json.loads((out / "results.json").read_text())["accuracy"], "contrast"
     contrast, fifo, supervised = (rows[name]["0.01"][0] for name in (scored, "fifo", "supervised"))
     assert contrast > supervised
     assert contrast > fifo

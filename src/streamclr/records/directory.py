@@ -34,7 +34,7 @@ FINISHED = "the finished encoder"
 
 
 class RunDirectory:
-    """All files of a run: README.md lists them."""
+    """All files of a run: docs/runs.md lists them."""
 
     def __init__(self, path: Path):
         self.path = path
