@@ -16,10 +16,9 @@ from streamclr.fleet.rounds import Rounds
 from streamclr.fleet.strategy import Fleet, as_record, as_weights
 
 FAILED = 0  # Flower's code for an unknown error
-Open = Callable[[Context, ConfigRecord], Device]
 
 
-def client_app(open_device: Open) -> ClientApp:
+def client_app(open_device: Callable[[Context, ConfigRecord], Device]) -> ClientApp:
     """open_device: opens the device of a node, with the options that the server sent."""
 
     def answering(work: Callable[[Device, RecordDict, str], RecordDict]) -> Callable[[Message, Context], Message]:

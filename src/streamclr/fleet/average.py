@@ -133,10 +133,9 @@ class Average:
         return {name: getattr(self, name) for name in ("weights", "kept", "velocity", "lengths", "n_rounds")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in ("weights", "kept", "velocity"):
-            own, its = getattr(self, name), state[name]
-            if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in its.items()}:
-                raise UserError("the saved rounds are of another encoder: give the options that they were started with")
+        own, saved = ({n: t.shape for n, t in weights.items()} for weights in (self.weights, state["weights"]))
+        if own != saved:
+            raise UserError("the saved rounds are of another encoder: give the options that they were started with")
         self.weights, self.kept, self.velocity = (dict(state[name]) for name in ("weights", "kept", "velocity"))
         self.lengths, self.n_rounds = dict(state["lengths"]), state["n_rounds"]
 

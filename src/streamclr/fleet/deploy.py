@@ -86,9 +86,9 @@ def _superlink(config: ServerOptions) -> list[str]:
     command += ["--host", config.host, "--port", str(config.port)]
     if config.insecure:
         return [*command, "--insecure"]
-    keys = Path(config.keys or "").absolute()
+    directory = Path(config.keys or "").absolute()
     files = {"ssl-ca-certfile": f"{CA}.crt", "ssl-certfile": f"{SERVER}.crt", "ssl-keyfile": f"{SERVER}.key"}
-    options = [word for name, file in files.items() for word in (f"--{name}", str(keys / file))]
+    options = [word for name, file in files.items() for word in (f"--{name}", str(directory / file))]
     return [*command, "--enable-supernode-auth", *options]
 
 

@@ -6,16 +6,8 @@ from typing import Any
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
 from streamclr.fleet.average import STATISTICS
-from streamclr.records.options import (
-    BufferOptions,
-    LearnerOptions,
-    ModelOptions,
-    PolicyOptions,
-    RunOptions,
-    SourceOptions,
-    StreamOptions,
-    as_run,
-)
+from streamclr.records import options as run
+from streamclr.records.options import RunOptions, as_run
 
 # What the learners of all devices have in common: the server sends it with every round.
 SHARED = ("encoder", "width", "stem", "norm", "size", "lr", "weight_decay", "temperature")
@@ -55,7 +47,7 @@ class RoundsOptions:
 
 # The fields of the last base come first, in `--help` too.
 @dataclass(frozen=True)
-class SimulateOptions(RoundsOptions, LearnerOptions, PolicyOptions, StreamOptions):
+class SimulateOptions(RoundsOptions, run.LearnerOptions, run.PolicyOptions, run.StreamOptions):
     """Simulate a fleet over parts of a dataset, with Flower's simulation engine, and test its encoder."""
 
     devices: int = option(10, "number of devices")
@@ -68,7 +60,7 @@ class SimulateOptions(RoundsOptions, LearnerOptions, PolicyOptions, StreamOption
 
 
 @dataclass(frozen=True)
-class ServerOptions(RoundsOptions, ModelOptions):
+class ServerOptions(RoundsOptions, run.ModelOptions):
     """Serve a fleet: start Flower's SuperLink with TLS, let the registered devices in, and average round by round."""
 
     stem: str = option("imagenet", "small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool)")
@@ -97,7 +89,7 @@ class JoinOptions:
 
 
 @dataclass(frozen=True)
-class DeviceOptions(BufferOptions, PolicyOptions, JoinOptions, SourceOptions):
+class DeviceOptions(run.BufferOptions, run.PolicyOptions, JoinOptions, run.SourceOptions):
     """Join a fleet: start Flower's SuperNode, and learn from a camera of one's own when the server asks."""
 
     source: str = option("", "where the images come from, as in rtsp://camera/1 or 0")

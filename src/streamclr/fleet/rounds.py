@@ -124,11 +124,11 @@ class Rounds:
 
         Labels that do not fit the encoder are rejected with a message.
         """
-        n_features, features, names = self.model.n_features, [], []
+        features, names = [], []
         for device, own, classes in labelled:
-            fits = own.shape == (len(classes), n_features) and own.dtype == torch.float32
-            fits = fits and len(classes) <= MAX_LABELS_SENT
-            fits = fits and bool(own.isfinite().all()) and all(0 < len(name) <= MAX_NAME_LENGTH for name in classes)
+            fits = own.shape == (len(classes), self.model.n_features) and own.dtype == torch.float32
+            fits = fits and len(classes) <= MAX_LABELS_SENT and bool(own.isfinite().all())
+            fits = fits and all(0 < len(name) <= MAX_NAME_LENGTH for name in classes)
             if not fits:
                 say(f"streamclr: labels of device {device} rejected: not valid features with class names")
                 self.refused["labels"] += 1

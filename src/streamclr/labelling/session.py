@@ -23,7 +23,7 @@ from streamclr.classifier import train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
-from streamclr.labelling.candidates import read_candidates
+from streamclr.labelling.candidates import Candidate, read_candidates
 from streamclr.labelling.order import asking_order
 from streamclr.labelling.store import Answer, Labels, Question
 from streamclr.models.heads import Heads
@@ -102,16 +102,14 @@ class LabelSession:
         if self.labels.fact("made_from") == made_from:
             return
         stay = self.labels.lasting()  # exported to others, or answered
-        images = {key: self._image(key) for key in stay} | {c.key: c.image for c in candidates}
-        arrivals = {key: question.arrival for key, question in stay.items()} | {c.key: c.arrival for c in candidates}
-        keys = list(images)
+        pool = [Candidate(key, question.arrival, 0.0, self._image(key)) for key, question in stay.items()]
+        pool += [candidate for candidate in candidates if candidate.key not in stay]
         assert config.label_budget is not None
-        n_asked = min(max(LabelBudget.parse(config.label_budget).of(newest + 1), len(stay)), len(keys))
-        features = self._features(model, torch.stack(list(images.values())), "choosing what to ask")
-        known = torch.tensor([key in stay for key in keys], dtype=torch.bool)
-        order = asking_order(features, n_asked, config.seed, known).tolist()
-        ranked = enumerate(keys[row] for row in order)
-        chosen = [(Question(key, arrivals[key], rank), png(images[key])) for rank, key in ranked]
+        n_asked = min(max(LabelBudget.parse(config.label_budget).of(newest + 1), len(stay)), len(pool))
+        features = self._features(model, torch.stack([one.image for one in pool]), "choosing what to ask")
+        order = asking_order(features, n_asked, config.seed, known=torch.arange(len(pool)) < len(stay))
+        ranked = enumerate(pool[row] for row in order.tolist())
+        chosen = [(Question(one.key, one.arrival, rank), png(one.image)) for rank, one in ranked]
         self.labels.ask(chosen, at_most=n_asked)  # others may have been answered meanwhile
         self.labels.note("made_from", made_from)
         if not self.labels.classes():
