@@ -8,7 +8,7 @@ from pathlib import Path
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import read_json, write_json
-from streamclr.base.options import option
+from streamclr.base.options import argument, option
 from streamclr.base.plots import save_plot
 from streamclr.base.statistics import seeds_note
 from streamclr.experiments.beyond.asked import asked
@@ -48,7 +48,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
 class ReproduceOptions:
     """Run one of the paper's experiments, with its numbers beside ours; if it was interrupted, it continues."""
 
-    name: str = option("", f"the experiment: {', '.join(EXPERIMENTS)}")
+    name: str = argument(f"the experiment: {', '.join(EXPERIMENTS)}")
     scale: str = option(
         "cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two CPU cores"
     )
