@@ -54,7 +54,12 @@ def convert(value: Any, hint: Any, what: str) -> Any:
 
 def option(default: Any, help: str) -> Any:
     """A field of a command's options. A default of "" means that the user must give it."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "positional": False})
+
+
+def argument(help: str, default: Any = "") -> Any:
+    """A field that is given without a dash; several values with the default ()."""
+    return field(default=default, metadata={"help": help, "positional": True})
 
 
 def checked_seed(seed: int) -> int:

@@ -11,7 +11,6 @@ class Command(NamedTuple):
 
     summary: str
     place: str  # module:function; the function takes `config`, a dataclass with the options
-    positional: tuple[str, ...] = ()  # fields that are given without a dash
 
     @property
     def function(self) -> Callable[[Any], int | None]:
@@ -49,34 +48,26 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
                 "get": Command(
                     "Put a dataset into the cache (STREAMCLR_DATA): from local files, the official site or npm.",
                     "cli.data:get_command",
-                    ("name",),
                 )
             },
         ),
     },
     "learn": {
         "run": Command("Learn from a stream, then train and test a classifier on few labels.", "cli.run:run_command"),
-        "serve": Command("Open the dashboard of runs, finished or still learning.", "web.server:serve", ("runs",)),
-        "report": Command("Write one HTML page about one or several runs.", "cli.run:report_command", ("runs",)),
+        "serve": Command("Open the dashboard of runs, finished or still learning.", "web.server:serve"),
+        "report": Command("Write one HTML page about one or several runs.", "cli.run:report_command"),
         "label": Group(
             "Label the images that a run asks about: `label RUN` opens the page; also label export, import, train.",
             {
-                "page": Command(
-                    "Open the page where a person labels the images of a run.", "cli.label:page_command", ("run",)
-                ),
+                "page": Command("Open the page where a person labels the images of a run.", "cli.label:page_command"),
                 "export": Command(
                     "Write the questions of a run to a file: .json for Label Studio, or .csv.",
                     "cli.label:export_command",
-                    ("run", "file"),
                 ),
                 "import": Command(
-                    "Read answers from such a file, then train the classifier.",
-                    "cli.label:import_command",
-                    ("run", "file"),
+                    "Read answers from such a file, then train the classifier.", "cli.label:import_command"
                 ),
-                "train": Command(
-                    "Train the classifier on the labels that the run has.", "cli.label:train_command", ("run",)
-                ),
+                "train": Command("Train the classifier on the labels that the run has.", "cli.label:train_command"),
             },
             default="page",
         ),
@@ -85,17 +76,14 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
         "predict": Command(
             "Classify the images of a source with a run or an exported file. Prints JSON lines or a table.",
             "models.predict:predict",
-            ("model",),
         ),
         "export": Command(
             "Write encoder and classifier for other programs, and compare the result with PyTorch.",
             "cli.models:export_command",
-            ("run",),
         ),
         "rollback": Command(
             "Make `run --predict` serve the version before the current one, while it runs or not.",
             "cli.models:rollback_command",
-            ("run",),
         ),
     },
     "research": {
@@ -104,14 +92,11 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
             "cli.run:compare_command",
         ),
         "eval": Command(
-            "Train and test the classifier of a finished run again, with other label fractions.",
-            "cli.run:eval_command",
-            ("run",),
+            "Train and test the classifier of a finished run again, with other label fractions.", "cli.run:eval_command"
         ),
         "reproduce": Command(
             "Run one of the paper's experiments and print its numbers beside ours. An interrupted one continues.",
             "cli.experiments:reproduce_command",
-            ("name",),
         ),
     },
     "many devices": {
@@ -125,7 +110,6 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
                 "keys": Command(
                     "Make the server's certificate and a key for each device. Run again, it adds devices.",
                     "cli.fleet:keys_command",
-                    ("directory",),
                 ),
                 "server": Command(
                     "Start the server: Flower's SuperLink with TLS, for registered devices, averaging in rounds.",

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamclr.base.options import option
+from streamclr.base.options import argument, option
 from streamclr.streams.datasets.registry import DATASETS, get
 
 
 @dataclass(frozen=True)
 class GetOptions:
-    name: str = option("", f"the dataset: {', '.join(DATASETS)}")
+    name: str = argument(f"the dataset: {', '.join(DATASETS)}")
     from_: str | None = option(None, "the official archive or folder, if it is somewhere on this machine")
 
 

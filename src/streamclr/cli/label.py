@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import option
+from streamclr.base.options import argument
 from streamclr.base.table import percent
 from streamclr.labelling.exchange import export_labels, import_labels
 from streamclr.labelling.session import LabelSession
@@ -16,17 +16,17 @@ from streamclr.web.server import PageOptions, ServeOptions, serve
 
 @dataclass(frozen=True)
 class LabelPageOptions(PageOptions):
-    run: str = option("", "the run directory")
+    run: str = argument("the run directory")
 
 
 @dataclass(frozen=True)
 class LabelTrainOptions:
-    run: str = option("", "the run directory")
+    run: str = argument("the run directory")
 
 
 @dataclass(frozen=True)
 class LabelFileOptions(LabelTrainOptions):
-    file: str = option("", "a .json file, as Label Studio reads and writes it, or a .csv file")
+    file: str = argument("a .json file, as Label Studio reads and writes it, or a .csv file")
 
 
 def page_command(config: LabelPageOptions) -> None:

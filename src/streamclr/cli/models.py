@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamclr.base.options import option
+from streamclr.base.options import argument
 from streamclr.models.export import ExportOptions, export
 from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
@@ -12,7 +12,7 @@ from streamclr.records.directory import RunDirectory
 
 @dataclass(frozen=True)
 class RollbackOptions:
-    run: str = option("", "the run directory")
+    run: str = argument("the run directory")
 
 
 def export_command(config: ExportOptions) -> int:

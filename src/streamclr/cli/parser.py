@@ -120,17 +120,20 @@ class CommandParser(Parser):
         self.command = command
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        config, positional = self.command.config, self.command.positional
-        hints = typing.get_type_hints(config)
-        self._add_fields(dataclasses.fields(config), hints)
+        config = self.command.config
+        hints, fields = typing.get_type_hints(config), dataclasses.fields(config)
+        self._add_fields(fields, hints)
         given, unknown = super().parse_known_args(args, namespace)
         if unknown and unknown[0].startswith("-"):
-            allowed = [flag(name) for name in hints if name not in positional]
+            allowed = [flag(field.name) for field in fields if not field.metadata["positional"]]
             raise UserError(f"no option {unknown[0]!r} in {self.prog}{self._hint(unknown[0].split('=')[0], allowed)}")
         if unknown:
             raise UserError(f"unexpected {unknown[0]!r}: write {self.usage} (see {self.prog} --help)")
-        values = {name: value for name, value in vars(given).items() if value is not None}
-        values = {n: v if n in positional else options.convert(v, hints[n], flag(n)) for n, v in values.items()}
+        values = {
+            name: options.convert(value, hints[name], flag(name))
+            for name, value in vars(given).items()
+            if value is not None
+        }
         return argparse.Namespace(prog=self.prog, function=self.command.function, config=config(**values)), []
 
     def _add_fields(self, fields: Sequence["dataclasses.Field[Any]"], hints: dict[str, Any]) -> None:
@@ -145,7 +148,7 @@ class CommandParser(Parser):
             kinds = [kind for kind in typing.get_args(hints[field.name]) if kind is not NoneType] or [hints[field.name]]
             metavar = {int: "N", float: "X"}.get(kinds[0], "TEXT")
             in_group = groups.get(heading_of.get(field.name, "")) if len(fields) >= N_OPTIONS_FOR_HEADINGS else None
-            if field.name in self.command.positional:
+            if field.metadata["positional"]:
                 is_list = field.default == ()
                 name = field.name.removesuffix("s").upper() if is_list else field.name.upper()
                 self.add_argument(field.name, metavar=name, help=about, nargs="+" if is_list else None)

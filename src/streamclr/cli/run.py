@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import option
+from streamclr.base.options import argument, option
 from streamclr.base.table import Table, labels_heading, percent
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
@@ -22,14 +22,14 @@ from streamclr.sweeps.compare import CompareOptions, compare, demo
 
 @dataclass(frozen=True)
 class EvalOptions:
-    run: str = option("", "the run directory")
+    run: str = argument("the run directory")
     fractions: str | None = option(None, "label fractions, separated by commas [those of the run]")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    runs: tuple[str, ...] = option((), "run directories")
+    runs: tuple[str, ...] = argument("run directories", ())
     out: str | None = option(None, "the HTML file [report.html in the run directory, or in this one for several runs]")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import read_json, write_json
-from streamclr.base.options import option
+from streamclr.base.options import argument
 from streamclr.base.plots import save_plot
 from streamclr.base.statistics import seeds_note
 from streamclr.experiments.beyond import asked, fleet, iid, large_buffer, stc, sweep, unusable
@@ -27,7 +27,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
 class ReproduceOptions(LabOptions):
     """Run one of the paper's experiments, with its numbers beside ours; if it was interrupted, it continues."""
 
-    name: str = option("", f"the experiment: {', '.join(EXPERIMENTS)}")
+    name: str = argument(f"the experiment: {', '.join(EXPERIMENTS)}")
 
 
 def reproduce(config: ReproduceOptions) -> Path:

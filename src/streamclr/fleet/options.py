@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import option
+from streamclr.base.options import argument, option
 from streamclr.fleet.average import STATISTICS
 from streamclr.records import options as run
 from streamclr.records.options import RunOptions, as_run
@@ -102,7 +102,7 @@ class DeviceOptions(run.BufferOptions, run.PolicyOptions, JoinOptions, run.Sourc
 class KeysOptions:
     """Make the certificate of a fleet's server, and a key for each device; again: keys for more devices."""
 
-    directory: str = option("", "where they are kept; private keys in there are for their owner alone")
+    directory: str = argument("where they are kept; private keys in there are for their owner alone")
     host: str = option("localhost,127.0.0.1", "names and addresses by which devices know the server, with commas")
     devices: int = option(1, "how many device keys there shall be")
     days: int = option(825, "how long the certificate is valid")

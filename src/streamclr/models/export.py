@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_bytes, write_json
-from streamclr.base.options import one_of, option
+from streamclr.base.options import argument, one_of, option
 from streamclr.base.progress import say
 from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier
@@ -39,7 +39,7 @@ N_TEST = 1000  # test images on which the file is compared
 class ExportOptions:
     """Write encoder and classifier for other programs, and run what was written against PyTorch."""
 
-    run: str = option("", "the run directory")
+    run: str = argument("the run directory")
     format: str = option(
         "onnx", "onnx, executorch (for XNNPACK), torch (a program of torch.export), or pretrained (a directory)"
     )

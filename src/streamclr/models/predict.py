@@ -15,7 +15,7 @@ from rich.text import Text
 
 from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
-from streamclr.base.options import option
+from streamclr.base.options import argument, option
 from streamclr.base.progress import Progress, say
 from streamclr.models.formats.reader import Predictor, open_exported
 from streamclr.streams.cameras.feed import Feed
@@ -31,7 +31,7 @@ PIXELS_AT_ONCE = 2**16  # 64 images of 32 px; more is no faster
 class PredictOptions:
     """Classify the images of a source with a run or an exported file: JSON lines, a table, a CSV file."""
 
-    model: str = option("", "a run directory, or what `export` wrote; an .onnx needs no torch")
+    model: str = argument("a run directory, or what `export` wrote; an .onnx needs no torch")
     source: str = option("", "where the images come from, as in folder:DIR")
     images: int | None = option(
         None, "how many [all of a source that ends, one pass of a dataset, all that a camera has, else 100]"

@@ -111,9 +111,6 @@ def labels_at_hand(plan: RunPlan, path: Path, stream: Stream) -> Answers | Datas
     return DatasetLabels(train, numbers[evenly_spaced(len(numbers), MAX_LABELS)])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def hold_back(classes: Mapping[str, str], rival: Version | None) -> set[str]:
     """The keys of the labels to measure with, not to train on: about a fifth of each class.
 
@@ -239,8 +236,6 @@ class Challenger:
         if event not in self._told:
             self._told.add(event)
             self.tell(event)
-
-    # ------------------------------------------------------------------------------------------------------------
 
     def _challenge(self, step: int, weights: dict[str, Tensor]) -> None:
         assert self.labels is not None

@@ -73,7 +73,6 @@ def report_unreadable(bad: dict[int, BadFrame], n: int) -> None:
     _say_once(f"left out: {message}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Accuracies. known: what a head or probe learns from; tested: what it is tested on.
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import sqlite3
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from streamclr.base.errors import UserError
+from streamclr.labelling.session import Worker
 from streamclr.labelling.store import MAX_NAME_LENGTH, Conflict, Missing
 from streamclr.web.site import MAX_CLIENTS, Site
 from streamclr.web.view import shown
@@ -77,7 +77,6 @@ def make_app(site: Site) -> FastAPI:
         responses={404: {"description": "no such run or picture"}},
     )
     static = {file.name: file.read_bytes() for file in (files("streamclr.web") / "static").iterdir()}
-    asking = threading.Lock()
 
     def known(run: str) -> str:
         if run not in site.views:
@@ -102,8 +101,6 @@ def make_app(site: Site) -> FastAPI:
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
         return Response(status_code=204)
-
-    # ------------------------------------------------------------------------------------------------------------
 
     @app.get("/api/runs")
     async def runs() -> dict[str, Any]:
@@ -131,11 +128,8 @@ def make_app(site: Site) -> FastAPI:
             raise HTTPException(404, "picture outdated; read /wall again")
         return Response(picture, media_type="image/png", headers=CACHE_FOR_A_DAY)
 
-    # ------------------------------------------------------------------------------------------------------------
-
-    def worker(run: str) -> Any:
-        with asking:
-            return site.worker(known(run))
+    def worker(run: str) -> Worker:
+        return site.worker(known(run))
 
     @app.get("/api/runs/{run}/labels")
     def labels(run: Run) -> dict[str, Any]:
@@ -180,8 +174,6 @@ def make_app(site: Site) -> FastAPI:
     def rename_class(run: Run, number: Annotated[int, InPath(ge=1, lt=2**31)], sent: NameSent) -> dict[str, Any]:
         worker(run).session.labels.rename_class(number, sent.name)
         return labels(run)
-
-    # ------------------------------------------------------------------------------------------------------------
 
     @app.exception_handler(UserError)
     async def refuse(_: Request, error: UserError) -> JSONResponse:

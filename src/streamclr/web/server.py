@@ -12,15 +12,13 @@ from pathlib import Path
 import torch
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import option
+from streamclr.base.options import argument, option
 from streamclr.base.progress import say
 from streamclr.runs.status import check_can_serve
 
 
 @dataclass(frozen=True)
 class PageOptions:
-    """Where the server listens."""
-
     port: int = option(8765, "the port; 0 picks any free port")
     host: str = option("127.0.0.1", "the address to listen on; 0.0.0.0 makes the pages reachable from other machines")
     allow_host: str | None = option(None, "further names that browsers may use for this server, separated by commas")
@@ -28,9 +26,7 @@ class PageOptions:
 
 @dataclass(frozen=True)
 class ServeOptions(PageOptions):
-    """Options of `streamclr serve`."""
-
-    runs: tuple[str, ...] = option((), "a run directory, or a directory of run directories")
+    runs: tuple[str, ...] = argument("a run directory, or a directory of run directories", ())
     until_eof: bool = option(False, "stop at the end of standard input")
 
 

@@ -31,6 +31,7 @@ class Site:
         self.views: dict[str, RunView] = {}
         self.walls: dict[str, Wall] = {}
         self._workers: dict[str, Worker] = {}
+        self._lock = threading.Lock()  # for the start of a worker
         self._clients: set[asyncio.Queue[str | None]] = set()
         self._said: set[tuple[Path, str]] = set()  # read errors that were reported, by run and consequence
         self._replaced: set[str] = set()  # runs whose directory now has another run in it
@@ -62,10 +63,11 @@ class Site:
                         threading.Thread(target=worker.close, daemon=True).start()  # closing may take a while
 
     def worker(self, run: str) -> Worker:
-        """The labelling worker of a run, started on first use. The caller holds a lock."""
-        if run not in self._workers:
-            self._workers[run] = Worker(LabelSession(self.views[run].directory))
-        return self._workers[run]
+        """The labelling worker of a run, started on first use."""
+        with self._lock:
+            if run not in self._workers:
+                self._workers[run] = Worker(LabelSession(self.views[run].directory))
+            return self._workers[run]
 
     def opened(self, run: str) -> None:
         """Called when somebody opens the labelling page of a run."""
@@ -75,8 +77,6 @@ class Site:
     def close(self) -> None:
         for worker in self._workers.values():
             worker.close()
-
-    # ------------------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
         """Read all runs every second while there are clients, and send them what is new."""
