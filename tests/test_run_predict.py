@@ -97,8 +97,8 @@ def test_predictions_may_begin_and_end_in_the_middle_of_a_run(config, tmp_path, 
     """The option changes nothing that is learned: a run that was stopped goes on with it, or without."""
     import signal
 
+    from streamclr.base.errors import Stopped
     from streamclr.records.checkpoints import Pace
-    from streamclr.runs.loop import Stopped
 
     whole, _ = run(replace(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def test_a_learner_that_goes_back_takes_its_predictions_back(config, monkeypatch
 
 
 def test_what_cannot_be_is_one_line_and_leaves_nothing(config, tmp_path):
-    with pytest.raises(UserError, match="--predict takes memory that --memory does not know of"):
+    with pytest.raises(UserError, match="--predict takes memory that --memory does not count"):
         run(replace(config, predict=True, memory="2G"))
     assert not (tmp_path / "run").exists()
 
