@@ -166,8 +166,6 @@ class Learner:
             spread=spread,
         )
 
-    # ------------------------------------------------------------------------------------------------------------
-
     def _backward(self, views: ViewPairs, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
         """Set the gradient of the loss, checked to be finite. Returns the loss and the spread of the projections.
 
@@ -236,8 +234,6 @@ class Learner:
         """Whether all weights, BatchNorm statistics and Adam's moments are finite."""
         moments = [*self.optimizer.means, *self.optimizer.squares]
         return all_finite([*self.model.parameters(), *self.model.buffers(), *moments])
-
-    # ------------------------------------------------------------------------------------------------------------
 
     def fit(self, shape: Sequence[int]) -> MemoryPlan:
         """The plan by which a step on segments of this shape keeps to the memory limit; an error if none does."""

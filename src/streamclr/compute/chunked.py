@@ -66,9 +66,6 @@ def cached_backward(model: nn.Module, views: Views, rows: list[slice], loss: Los
     return value.item()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 class Statistics:
     """One BatchNorm's statistics of the whole batch, for its forward and its backward pass."""
 

@@ -200,9 +200,6 @@ def _follow(control: Any, run_id: int, process: subprocess.Popen[bytes], asked: 
                 raise UserError(f"the rounds ended ({status.details or status.sub_status}): see {out / 'flower.log'}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def join(config: DeviceOptions) -> NoReturn:
     """Run until stopped. A SuperNode that ends or is refused is started again, after longer and longer pauses."""
     need_flower()

@@ -130,8 +130,6 @@ class LabelSession:
             parts.append(infer(model, part, model.features).cpu())
         return torch.cat(parts)
 
-    # ------------------------------------------------------------------------------------------------------------
-
     def train(self) -> Training | None:
         """Train a head on all labels so far and save it in the run; None while there are fewer than two classes."""
         answers, names = self.labels.answers(), self.labels.classes()
@@ -173,8 +171,6 @@ class LabelSession:
     def history(self) -> list[list[float]]:
         """Pairs of the number of labels and the accuracy."""
         return json.loads(self.labels.fact("history") or "[]")
-
-    # ------------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything that a page shows."""

@@ -100,8 +100,6 @@ class Labels:
         rows = self._read(query, *values)
         return rows[0][0] if rows else None
 
-    # ------------------------------------------------------------------------------------------------------------
-
     def questions(self) -> list[Question]:
         """The questions, in the order in which to ask them."""
         return [Question(*row) for row in self._read("SELECT key, arrival, rank FROM questions ORDER BY rank, key")]
@@ -141,8 +139,6 @@ class Labels:
     def fact(self, name: str) -> str | None:
         return self._value("SELECT value FROM facts WHERE name = ?", name)
 
-    # ------------------------------------------------------------------------------------------------------------
-
     def classes(self) -> dict[int, str]:
         """Class names by number, in the order in which they were added."""
         return dict(self._read("SELECT id, name FROM classes ORDER BY id"))
@@ -164,8 +160,6 @@ class Labels:
                 raise Conflict(f"class {taken[0]} already has the name {name!r}: use another name")
             if not db.execute("UPDATE classes SET name = ? WHERE id = ?", [name, number]).rowcount:
                 raise Missing(f"no class {number}")
-
-    # ------------------------------------------------------------------------------------------------------------
 
     def answers(self) -> dict[str, Answer]:
         """The current answer of each image, by its key."""
