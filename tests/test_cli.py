@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from streamclr.cli.commands import COMMANDS
 from streamclr.cli.entry import main
 from streamclr.cli.parser import parse
+from support.commands import COMMANDS
 from support.images import make_folder
 
 FAST = ["--width", "2", "--buffer", "8", "--images", "40", "--probes", "2", "--stc", "5", "--lr", "1e-3"]

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from streamclr.cli.commands import COMMANDS
 from streamclr.cli.parser import HEADINGS
 from streamclr.records.options import RunOptions
+from support.commands import COMMANDS
 
 
 @pytest.mark.parametrize("name", COMMANDS)

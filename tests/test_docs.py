@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from streamclr.cli.commands import COMMANDS
 from streamclr.cli.parser import parse
+from support.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,1 +1,1 @@
-"""What any room may use and what imports no other: errors, options, files, tensors, cache, progress, tables."""
+"""What any room may use and what imports no other: errors, options, files, tensors, machine, progress, tables."""

@@ -123,13 +123,3 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
         )
     },
 }
-
-# Full name: command.
-COMMANDS: dict[str, Command] = {
-    " ".join(words): command
-    for section in SECTIONS.values()
-    for name, entry in section.items()
-    for *words, command in (
-        [(name, entry)] if isinstance(entry, Command) else [(name, sub, c) for sub, c in entry.commands.items()]
-    )
-}

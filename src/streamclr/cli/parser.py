@@ -129,11 +129,7 @@ class CommandParser(Parser):
             raise UserError(f"no option {unknown[0]!r} in {self.prog}{self._hint(unknown[0].split('=')[0], allowed)}")
         if unknown:
             raise UserError(f"unexpected {unknown[0]!r}: write {self.usage} (see {self.prog} --help)")
-        values = {
-            name: options.convert(value, hints[name], flag(name))
-            for name, value in vars(given).items()
-            if value is not None
-        }
+        values = {n: options.convert(v, hints[n], flag(n)) for n, v in vars(given).items() if v is not None}
         return argparse.Namespace(prog=self.prog, function=self.command.function, config=config(**values)), []
 
     def _add_fields(self, fields: Sequence["dataclasses.Field[Any]"], hints: dict[str, Any]) -> None:

@@ -41,11 +41,8 @@ class DemoOptions:
 def run_command(config: RunOptions) -> None:
     path, results = run(config)
     directory = RunDirectory(path)
-    write_report([path], path / "report.html", title=f"{config.source}, {config.policy}")
-    if results["labels"]:
-        results_table([(path.name, directory)]).print()
-        _print_supervised(results)
-    else:
+    _show_results(directory, results)
+    if not results["labels"]:
         print("no classifier yet: the stream has no labelled test images")
     if directory.config.label_budget is not None:
         print(f"label: streamclr label {path}")
@@ -57,17 +54,18 @@ def eval_command(config: EvalOptions) -> None:
     own = directory.config
     own = dataclasses.replace(own, fractions=config.fractions or own.fractions, supervised=config.supervised)
     before = {key: value for key, value in (directory.results or {}).items() if key != "supervised"}
-    model = directory.load_model()
-    results = evaluate_run(own, model, open_run_stream(own), directory)
+    results = evaluate_run(own, directory.load_model(), open_run_stream(own), directory)
     if not results["labels"]:
         raise UserError(f"{own.source} has no labelled test images to evaluate on: label some with streamclr label")
     directory.save_results(before | results)
-    write_report([directory.path], directory.path / "report.html", title=f"{own.source}, {own.policy}")
-    results_table([(directory.path.name, directory)]).print()
-    _print_supervised(results)
+    _show_results(directory, results)
 
 
-def _print_supervised(results: dict[str, Any]) -> None:
+def _show_results(directory: RunDirectory, results: dict[str, Any]) -> None:
+    path, plan = directory.path, directory.config
+    write_report([path], path / "report.html", title=f"{plan.source}, {plan.policy}")
+    if results["labels"]:
+        results_table([(path.name, directory)]).print()
     if supervised := results.get("supervised"):
         names = {"end_to_end": "end to end", "untrained_encoder": "head on an untrained encoder"}
         rows = [[name, *(percent(supervised[f][key]) for f in supervised)] for key, name in names.items()]

@@ -22,7 +22,7 @@ from streamclr.fleet.keys import CA, SERVER
 from streamclr.fleet.options import DeviceOptions, JoinOptions, ServerOptions, learner_options
 from streamclr.fleet.rounds import Rounds, summary
 from streamclr.records.plan import open_run_stream
-from streamclr.runs.stop import StopSignal
+from streamclr.runs.service import StopSignal
 from streamclr.streams.spec import absolute_source
 
 START_SECONDS = 60.0  # for Flower to start

@@ -21,10 +21,9 @@ from streamclr.records.plan import RunPlan
 from streamclr.runs.challenger import Challenger, labels_at_hand
 from streamclr.runs.evaluation import curve_point
 from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
-from streamclr.runs.service import Notifier
+from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Server, Window, memory
-from streamclr.runs.stop import StopSignal
 from streamclr.streams.stream import Stream
 
 MOST_IN_A_ROW = 3  # steps that are undone, or returns to one checkpoint, before the run stops

@@ -2,18 +2,17 @@
 
 import base64
 import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import redacted
 from streamclr.base.plots import line_plot, plot
 from streamclr.base.table import Table, labels_heading, percent
+from streamclr.labelling.session import png
 from streamclr.records.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -138,13 +137,8 @@ def _buffer(run: RunDirectory) -> str:
     pictures = []
     for i in order[:64]:
         caption = (f"{scores[i]:.3f} · " if scored else "") + f"age {int(buffer['ages'][i])}"
-        pictures.append(f"<figure><img alt='' src='{_data_uri(buffer['images'][i].numpy())}'>{caption}</figure>")
+        picture = base64.b64encode(png(buffer["images"][i])).decode()
+        pictures.append(f"<figure><img alt='' src='data:image/png;base64,{picture}'>{caption}</figure>")
     first = "highest score" if scored else "newest"
     heading = f"<h3>The final buffer: {len(pictures)} of {len(order)} images, {first} first</h3>"
     return f"{histogram}{heading}<div class=pictures>{''.join(pictures)}</div>"
-
-
-def _data_uri(image: np.ndarray) -> str:
-    data = io.BytesIO()
-    Image.fromarray(image.transpose(1, 2, 0)).save(data, "PNG")
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()

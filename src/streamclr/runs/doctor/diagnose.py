@@ -31,8 +31,6 @@ N_STEPS = 3  # at most, of which the median counts
 
 @dataclass(frozen=True)
 class DoctorOptions(LearnerOptions, PolicyOptions, KeepingOptions, StreamOptions):
-    """Say what this machine has, and whether a run with these options keeps up with its camera. Exit code 1: no."""
-
     out: str | None = option(None, "the run directory, whose disk is checked [runs]")
     fps: float | None = option(None, "frames a second of the camera [what it sends, else 30]")
     json: bool = option(False, "print JSON, for machines")
