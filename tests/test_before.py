@@ -3,12 +3,15 @@
 import json
 import shutil
 import tarfile
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from streamclr.cli.entry import main
+from streamclr.labelling.session import LabelSession
+from streamclr.records.directory import RunDirectory
 
 KEPT = Path(__file__).parent / "fixtures" / "d87e83a.tar.xz"
 NEEDS = {".onnx": "onnxruntime", ".pte": "executorch"}
@@ -96,3 +99,30 @@ def test_a_stopped_run_goes_on(home, capsys):
     results = json.loads((home / "stopped" / "results.json").read_text())
     assert (results["steps"], results["images"]) == (30, 480)
     assert len((home / "stopped" / "journal.jsonl").read_text().splitlines()) == 30
+
+
+def test_the_dashboard_shows_them(home):
+    pytest.importorskip("fastapi")
+    from streamclr.web.site import Site
+
+    site = Site([home])
+    states = {view.name: view.status() for view in site.views.values()}
+    assert {name: (status["state"], status["step"]) for name, status in states.items()} == {
+        "finished": ("finished", 10),
+        "labelled": ("finished", 10),
+        "stopped": ("stopped", 13),
+    }
+    assert all(wall.content["n"] >= 16 for wall in site.walls.values())
+
+
+def test_the_labelling_page_goes_on(home):
+    """The old answers count, and a new one is kept."""
+    with closing(LabelSession(RunDirectory.existing(home / "labelled"))) as session:
+        session.prepare(choose_anew=False)
+        session.train()
+        state = session.state()
+        assert state["progress"]["labelled"] == 12
+        assert [(one["name"], one["n"]) for one in state["classes"] if one["n"]] == [("tile", 6), ("star", 6)]
+        star = next(one["id"] for one in state["classes"] if one["name"] == "star")
+        session.labels.answer("one-more", "label", [session.questions[0].key], star)
+        assert {one["n"] for one in session.state()["classes"]} == {0, 5, 7}
