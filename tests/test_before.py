@@ -38,9 +38,9 @@ def home(unpacked, tmp_path, monkeypatch):
         (["finished"], "run"),
         (["finished", "--fraction", "0.01"], "fraction"),
         (["finished", "--served"], "served"),
-        (["finished/finished.onnx"], "run"),
+        pytest.param(["finished/finished.onnx"], "run", marks=pytest.mark.system),
         (["finished/finished.pt2"], "run"),
-        (["finished/finished.pte"], "run"),
+        pytest.param(["finished/finished.pte"], "run", marks=pytest.mark.system),
         (["finished/finished-pretrained"], "run"),
         (["labelled"], "labelled"),
     ],
@@ -80,6 +80,7 @@ def test_report(home):
     assert "finished" in page
 
 
+@pytest.mark.system
 def test_export_to_onnx(home, capsys):
     pytest.importorskip("onnxscript")
     assert main(["export", "finished", "--out", "again.onnx"]) == 0

@@ -73,7 +73,7 @@ def in_process(monkeypatch):
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-TIER = dict.fromkeys(("buffer", "labels", "lazy"), pytest.mark.system)  # tens of runs
+TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy"), pytest.mark.system)  # tens of runs
 TIER |= dict.fromkeys(
     ("stc", "large-buffer", "sweep", "unusable", "fleet"), pytest.mark.long
 )  # of the same kind, or minutes
