@@ -1,4 +1,4 @@
-"""The loop around the learner: journal, checkpoints, and what a device meets that learns for weeks."""
+"""The loop around the learner: journal, checkpoints, stop signals, and recovery from numbers that are not finite."""
 
 import dataclasses
 import math
@@ -26,27 +26,27 @@ from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Server, Window, memory
 from streamclr.streams.stream import Stream
 
-MOST_IN_A_ROW = 3  # steps that are undone, or returns to one checkpoint, before the run stops
-COLLAPSED, N_COLLAPSED = 1e-3, 20  # a spread below this in so many steps in a row is told
-TELL_EVERY = 60.0  # seconds between two events on rejected frames
-# What a rank has of its next segment. All go on when all have it, and end when one of them has none any more.
-HERE, COMING, AWAITED, ENDED = range(4)  # `COMING` for certain, as that of a recording
+MAX_IN_A_ROW = 3  # undone steps, or returns to one checkpoint, before the run stops
+COLLAPSED_SPREAD, N_COLLAPSED = 1e-3, 20  # a spread below the first in that many steps in a row is reported
+REPORT_SECONDS = 60.0  # between two events about rejected frames
+# The state of a rank's next segment. A step starts when every rank has one; the run ends when one rank has no more.
+HERE, COMING, AWAITED, ENDED = range(4)  # COMING: certain to come, from a recording; AWAITED: from a camera
 
 
-def learn_stream(config: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory) -> float:
-    """Every segment of the stream goes to the learner, every step into the journal. Returns the seconds of learning.
+def learn_stream(plan: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory) -> float:
+    """Give every segment of the stream to the learner and write every step to the journal. Returns seconds of learning.
 
-    It goes on from the last checkpoint of the directory, if there is one; the steps after that are redone. So it does
-    when the learner's own numbers are no longer finite.
+    It starts from the last checkpoint of the directory, if there is one. If the learner's own numbers are no longer
+    finite, it returns to that checkpoint.
     """
     n_returns: Counter[int] = Counter()  # by step
     with StopSignal(learner.ranks.n > 1) as asked:
         while True:
-            loop = Loop(config, learner, stream, directory, asked)
+            loop = Loop(plan, learner, stream, directory, asked)
             try:
                 return loop.run()
             except LostRank as error:
-                # A rank may be lost while the others agree on a checkpoint, and not all of them hear of it.
+                # A rank may be lost while a checkpoint is agreed on, so that not every rank knows of it.
                 after = f"goes on after step {loop.saved} or a later one" if loop.saved else "has no checkpoint yet"
                 raise LostRank(f"{error}: start it again with the same command, it {after}") from None
             except Damaged as error:
@@ -56,8 +56,8 @@ def learn_stream(config: RunPlan, learner: Learner, stream: Stream, directory: R
                         raise UserError(f"{error}, and there is no checkpoint to go back to") from None
                     number = last[0]
                     n_returns[number] += 1
-                    if n_returns[number] == MOST_IN_A_ROW:
-                        often = f"{MOST_IN_A_ROW} times after step {number}"
+                    if n_returns[number] == MAX_IN_A_ROW:
+                        often = f"{MAX_IN_A_ROW} times after step {number}"
                         raise UserError(f"{error}, {often}: the run stops there") from None
                 if asked.by_any(learner.ranks):
                     raise asked.stopped(learner.ranks, f"{error}: stopped, with step {number} saved") from None
@@ -69,50 +69,50 @@ class Damaged(Exception):
 
 
 class Loop:
-    """One go at a run, from its last checkpoint on."""
+    """One attempt at a run, from its last checkpoint."""
 
-    def __init__(self, config: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory, asked: StopSignal):
+    def __init__(self, plan: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory, asked: StopSignal):
         self.asked = asked
-        self.served = Versions(directory, self._tell) if config.predict else None
+        self.served = Versions(directory, self._tell) if plan.predict else None
         if self.served is not None:
             stream = PredictingStream(stream, self.served, directory.path / "predictions.jsonl")
-        self.config, self.learner, self.stream, self.directory = config, learner, stream, directory
+        self.plan, self.learner, self.stream, self.directory = plan, learner, stream, directory
         self.ranks = learner.ranks
         self.challenger: Challenger | None = None
-        n_steps = math.inf if config.images is None else -(-config.images // config.segment)
+        n_steps = math.inf if plan.images is None else -(-plan.images // plan.segment)
         self.mix_every = max(1, n_steps // 200) if n_steps < math.inf else 1000
-        self.curve_every = -(-n_steps // max(1, config.probes))
+        self.curve_every = -(-n_steps // max(1, plan.probes))
         self.n_undone = self.n_undone_in_a_row = self.n_collapsed = 0
-        self.is_over = False  # one rank at least has no segment any more, or is to stop before it comes
-        self.saved = (directory.checkpoints.numbers() or [0])[-1]  # the last step of which all ranks have a checkpoint
-        self.told = -math.inf  # when the account was
+        self.is_over = False  # a rank has no more segments, or must stop before the next one
+        self.saved = (directory.checkpoints.numbers() or [0])[-1]  # the last step that every rank has saved
+        self.reported = -math.inf  # when the account of frames was
         self.window = Window(directory, learner, stream)
 
     def run(self) -> float:
-        config, stream = self.config, self.stream
+        plan, stream = self.plan, self.stream
         self.seconds = self.directory.restore(self.learner, stream)
         self.saved = self.learner.n_steps
-        self.n_told = stream.account.rejected.total()
+        self.n_reported = stream.account.rejected.total()
         self.notifier = Notifier()
         with ExitStack() as stack:
-            self.metrics = None if config.metrics is None else stack.enter_context(closing(Metrics(config.metrics)))
+            self.metrics = None if plan.metrics is None else stack.enter_context(closing(Metrics(plan.metrics)))
             if self.metrics:
                 say(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics")
-            self.candidates = open_candidates(self.directory.path, config)
+            self.candidates = open_candidates(self.directory.path, plan)
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
-            if config.serve:
+            if plan.serve:
                 stack.enter_context(closing(Server(self.directory.path)))
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
-            minutes, steps, is_first = config.checkpoint_minutes, config.checkpoint_steps, self.ranks.index == 0
+            minutes, steps, is_first = plan.checkpoint_minutes, plan.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
-            every = 10 if config.images else 600  # seconds: a run for weeks has a log for weeks
-            progress = Progress(f"learning ({config.policy})", config.images, every, quiet=not is_first)
+            every = 10 if plan.images else 600  # seconds; a run without an end must not fill its log
+            progress = Progress(f"learning ({plan.policy})", plan.images, every, quiet=not is_first)
             bar = stack.enter_context(progress)
             bar.advance(stream.position)
             if self.served is not None:
                 self.served.look()
-                labels = labels_at_hand(config, self.directory.path, stream)
+                labels = labels_at_hand(plan, self.directory.path, stream)
                 challenger = Challenger(labels, self.served, self.directory.model_with, self._tell)
                 self.challenger = stack.enter_context(closing(challenger))
             self.notifier.ready()
@@ -127,13 +127,13 @@ class Loop:
                         self._save()
                     self._challenge()
                     self._rest(step)
-            self._tell_of_the_stream(now=True)
+            self._report_stream(now=True)
             saved = self._save()
-            self._challenge_for_the_last_time()
+            self._last_challenge()
             self._show(now=True)
         if self.asked.by_any(self.ranks):
             self.notifier.stopping()
-            with suppress(OSError, UserError):  # what the dashboard of a stopped run shows
+            with suppress(OSError, UserError):  # for the dashboard of the stopped run
                 self.directory.save_buffer(self.learner, self.stream)
             again = f"streamclr run with the same options and --out {self.directory.path} goes on"
             message = f"stopped after step {self.learner.n_steps}: {again if saved else 'not saved'}"
@@ -141,9 +141,9 @@ class Loop:
         return self.seconds
 
     def _segments(self) -> Generator[Any]:
-        """Those of the stream, as long as every rank has a whole one; without other ranks the last may be smaller."""
-        size = self.config.segment
-        with closing(self.stream.segments(size, until=self.config.images, idle=self._wait)) as segments:
+        """The segments of the stream while every rank has a whole one. Without other ranks the last may be smaller."""
+        size = self.plan.segment
+        with closing(self.stream.segments(size, until=self.plan.images, idle=self._wait)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
                     self.stream.account.pass_over(len(images), "no segment on another rank")
@@ -153,7 +153,7 @@ class Loop:
             self._meet(ENDED)
 
     def _meet(self, state: int) -> bool:
-        """Wait for all ranks' segments, or, as long as this rank has none, only look in; False if the run is over."""
+        """Wait until every rank has a segment; a rank without one only reports its state. False if the run is over."""
         while True:
             worst, number = self.ranks.largest(state, self.asked.signal)
             if worst == ENDED or (worst == AWAITED and number):
@@ -164,9 +164,9 @@ class Loop:
             self._idle()
 
     def _wait(self) -> bool:
-        """While there is nothing to learn from: True ends the run."""
+        """Called while there is no segment; True ends the run."""
         self._idle()
-        # Another rank may have read its segment already, and a recording on it must not lose that.
+        # Another rank may already hold a segment of a recording, which must not be lost.
         return not self._meet(COMING if self.ranks.n > 1 and self.stream.exact else AWAITED)
 
     def _step(self, images: Any) -> Step | None:
@@ -187,8 +187,8 @@ class Loop:
         if stream.classes and step.number % self.mix_every == 0:
             labels = stream.labels(self.learner.buffer.arrivals.cpu())
             line["classes"] = labels.bincount(minlength=len(stream.classes)).tolist()
-        at_end = self.config.images is not None and stream.position >= self.config.images
-        is_due = self.config.probes and (step.number % self.curve_every == 0 or at_end)
+        at_end = self.plan.images is not None and stream.position >= self.plan.images
+        is_due = self.plan.probes and (step.number % self.curve_every == 0 or at_end)
         if stream.train and stream.test and is_due:
             line["accuracy"] = curve_point(self.learner.model, stream.train, stream.test)
         if isinstance(self.learner.policy, Guarded):
@@ -201,7 +201,7 @@ class Loop:
         return step
 
     def _offer(self, images: Any) -> None:
-        """To the draw of the images that a person may be asked about."""
+        """Offer the images as candidates for labelling."""
         if self.candidates:
             try:
                 self.candidates.offer(images, self.learner.buffer.n_seen - len(images))
@@ -217,15 +217,15 @@ class Loop:
         if not self.learner.is_finite():
             raise Damaged(why)
         with self.ranks.together():
-            if self.n_undone_in_a_row == MOST_IN_A_ROW:
-                raise UserError(f"{why}; {MOST_IN_A_ROW} steps in a row were undone: the run stops")
+            if self.n_undone_in_a_row == MAX_IN_A_ROW:
+                raise UserError(f"{why}; {MAX_IN_A_ROW} steps in a row were undone: the run stops")
 
     def _watch(self, step: Step) -> None:
-        """What somebody who looks after the device should know."""
-        self.n_collapsed = self.n_collapsed + 1 if step.spread < COLLAPSED else 0
+        """Report the step, and a collapse of the encoder."""
+        self.n_collapsed = self.n_collapsed + 1 if step.spread < COLLAPSED_SPREAD else 0
         if self.n_collapsed == N_COLLAPSED:
             self._tell(f"collapse: all projections are alike (spread {step.spread:.1g})")
-        self._tell_of_the_stream()
+        self._report_stream()
         self.notifier.alive(str(step))
         if self.metrics:
             self.metrics.update(**of_step(step))
@@ -245,13 +245,13 @@ class Loop:
     def _about_served(self) -> dict[str, Any] | None:
         return self.served.current.about() if self.served is not None and self.served.current else None
 
-    def _tell_of_the_stream(self, now: bool = False) -> None:
-        """Connections that were lost, at once; rejected frames now and then, not one by one."""
+    def _report_stream(self, now: bool = False) -> None:
+        """Report lost connections at once and rejected frames once a minute."""
         for source, event in self.stream.take_events():
             self._tell(f"{source}: {event}")
         account = self.stream.account
-        if account.rejected.total() > self.n_told and (now or time.monotonic() - self.told > TELL_EVERY):
-            self.n_told, self.told = account.rejected.total(), time.monotonic()
+        if account.rejected.total() > self.n_reported and (now or time.monotonic() - self.reported > REPORT_SECONDS):
+            self.n_reported, self.reported = account.rejected.total(), time.monotonic()
             self._tell(str(account))
         if self.metrics:
             connections = self.stream.connections()
@@ -268,18 +268,18 @@ class Loop:
                 self.metrics.update(**of_served(self._about_served()), challengers_total=heads)
 
     def _idle(self) -> None:
-        """What goes on while nothing is learned."""
+        """What still has to be done while nothing is learned."""
         self.notifier.alive()
-        self._tell_of_the_stream()
+        self._report_stream()
         self._challenge()
         self._show()
 
     def _rest(self, step: Step | None) -> None:
-        """A device that has other work to do learns only part of the time."""
-        if step is None or self.config.duty_share == 1:
+        """Pause, so that learning takes only its share of the time (--duty)."""
+        if step is None or self.plan.duty_share == 1:
             return
         spent = step.seconds_scoring + step.seconds_training
-        until = time.monotonic() + spent * (1 / self.config.duty_share - 1)
+        until = time.monotonic() + spent * (1 / self.plan.duty_share - 1)
         while not self.asked.by_any(self.ranks):
             (left,) = self.ranks.largest(until - time.monotonic())
             if left <= 0:
@@ -288,12 +288,12 @@ class Loop:
             time.sleep(min(1.0, left))
 
     def _save(self) -> bool:
-        """A checkpoint, in which nothing is ever infinite or no number; False if the disk would not take it.
+        """Save a checkpoint; False if a disk is full. All its numbers are finite.
 
-        One that another rank could not write is of no use: it would only take the place of those that all have.
+        If one rank cannot save, all drop this checkpoint: it would take the place of one that every rank has.
         """
         if self.learner.n_steps == self.saved:
-            return True  # nothing was learned since, and a checkpoint is never written over
+            return True  # nothing was learned since; a checkpoint is never overwritten
         if not self.learner.is_finite():
             raise Damaged(f"weights, statistics or moments are not finite after step {self.learner.n_steps}")
         (has_failed,) = self.ranks.largest(not self._save_own())
@@ -306,7 +306,7 @@ class Loop:
         return True
 
     def _save_own(self) -> bool:
-        """What this rank has."""
+        """Save the state of this rank."""
         try:
             state = {
                 "learner": self.learner.state_dict(copy=False),
@@ -320,13 +320,13 @@ class Loop:
         return self.checkpoints.save(self.learner.n_steps, state)
 
     def _challenge(self) -> None:
-        """A copy of the encoder for a new head, if one is wanted."""
+        """Give the challenger a copy of the encoder, if it wants one."""
         if self.challenger and not self.challenger.is_busy and self.challenger.wants and self.learner.is_finite():
             weights = self.learner.model.state_dict()
             self.challenger.give(self.learner.n_steps, {name: tensor.clone() for name, tensor in weights.items()})
 
-    def _challenge_for_the_last_time(self) -> None:
-        """With the encoder as it is in the end, and all labels; not for one who asked to stop."""
+    def _last_challenge(self) -> None:
+        """Train a last head on the final encoder with all labels, unless the run was asked to stop."""
         if self.challenger and not self.asked.signal:
             self.challenger.due()
             while (self.challenger.is_busy or self.challenger.wants) and not self.asked.signal:

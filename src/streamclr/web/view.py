@@ -14,7 +14,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import read_json
 from streamclr.base.options import redacted, split
 from streamclr.records.directory import RunDirectory
-from streamclr.runs.loop import COLLAPSED, N_COLLAPSED
+from streamclr.runs.loop import COLLAPSED_SPREAD, N_COLLAPSED
 
 MAX_POINTS = 1000  # of a chart
 MAX_JOURNAL_BYTES = 8 * 2**20  # a longer journal is sampled instead of read in full
@@ -203,7 +203,7 @@ class RunView:
         found, recent = [], list(self.journal.recent)
         spreads = [p["spread"] for p in recent[-N_COLLAPSED:] if p["spread"] is not None]
         if spreads:
-            collapsed = len(spreads) == N_COLLAPSED and max(spreads) < COLLAPSED
+            collapsed = len(spreads) == N_COLLAPSED and max(spreads) < COLLAPSED_SPREAD
             alike = "collapsed, all projections are alike: lower the learning rate"
             text = alike if collapsed else "projections differ"
             found.append(_item("collapse", not collapsed, f"{text} (spread {spreads[-1]:.2g})"))
