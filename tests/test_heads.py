@@ -119,3 +119,11 @@ def test_what_does_not_belong_together_is_no_classifier(heads):
         Classifier(model, head_of(3), ["a", "b"], 32)
     with pytest.raises(UserError, match="the head takes 9 features, the encoder has 32"):
         Classifier(model, head_of(2, 9), ["a", "b"], 32)
+
+
+def test_loading_a_model_leaves_the_global_generator_alone(tmp_path):
+    """Another thread may load one while a step of the learner has its own state in that generator."""
+    directory = made_run(tmp_path / "run")
+    before = torch.get_rng_state()
+    directory.load_model()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import streamclr
 from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.models.formats.reader import Predictor
@@ -41,7 +42,7 @@ def without_torch(tmp_path):
     place.mkdir()
     for name in NOT_THERE:
         (place / f"{name}.py").write_text(f"raise ModuleNotFoundError({f'No module named {name!r}'!r}, name={name!r})")
-    before = [str(Path(data.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    before = [str(Path(streamclr.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 
     def run(*words, given=None):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place), *before])}

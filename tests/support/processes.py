@@ -47,7 +47,7 @@ def wrapped(name):
         return real[name](*args, **kwargs)
     return call
 for name in real:
-    setattr(checkpoint.os, name, wrapped(name))
+    setattr(os, name, wrapped(name))
 if saves == 0 and not in_save:
     kill_soon(0.3)  # as it starts
 sys.exit(main(sys.argv[3:]))

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import unicodedata
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.cells import cell_len
-from rich.text import Text
 
 from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
@@ -185,7 +184,7 @@ def json_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]
 
 def table_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]:
     """A table row by row, as the predictions come; the heading stands above the first."""
-    width = min(40, max(5, *map(cell_len, map(_printable, classes))))
+    width = min(40, max(5, *map(_width, map(_printable, classes))))
     head: list[str] | None = [f"{'class':<{width}}  {'probability':<11}"] * min(n_top, len(classes))
 
     def print_line(prediction: Prediction) -> None:
@@ -207,11 +206,17 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
+def _width(text: str) -> int:  # without rich, which a small device does not have
+    """In columns of a terminal: some scripts take two for a character, accents take none."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
+
+
 def _padded(text: str, width: int) -> str:
-    """To a width in columns of a terminal: some scripts take two for a character, accents take none."""
-    line = Text(_printable(text))
-    line.truncate(width, overflow="ellipsis", pad=True)
-    return line.plain
+    text = _printable(text)
+    while _width(text) > width:
+        text = text[:-2] + "…"
+    return text + " " * (width - _width(text))
 
 
 @contextmanager

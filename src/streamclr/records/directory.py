@@ -217,8 +217,9 @@ class RunDirectory:
     def model_with(self, weights: dict[str, torch.Tensor], where: str) -> ContrastiveModel:
         """The run's model with these weights, which came from there."""
         plan = self.config
-        model = ContrastiveModel(make_encoder(plan))
-        load_weights(model, weights, where)
+        with torch.device("meta"):  # no initial weights: these would be drawn from the generator of a step under way
+            model = ContrastiveModel(make_encoder(plan))
+        load_weights(model, weights, where, assign=True)
         return model.to(find_device(plan.device))
 
     def save_buffer(self, learner: Learner, stream: Stream) -> None:

@@ -1,6 +1,6 @@
 """The second look: where int8 is unsure between two classes, the same file runs the image again in float."""
 
-import onnx.compose
+import onnx
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor
@@ -97,7 +97,13 @@ def _encoder(model: onnx.ModelProto, pixels: str) -> onnx.GraphProto:
     part = onnx.GraphProto()
     part.node.extend(reversed(nodes))
     part.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in needed)
-    return onnx.compose.add_prefix_graph(part, "again_")
+    for tensor in part.initializer:
+        tensor.name = f"again_{tensor.name}"
+    for node in part.node:
+        node.name = f"again_{node.name}"
+        for ends in (node.input, node.output):
+            ends[:] = [name and f"again_{name}" for name in ends]
+    return part
 
 
 def _float(name: str) -> onnx.ValueInfoProto:
