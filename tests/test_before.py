@@ -90,6 +90,7 @@ def test_export_to_onnx(home, capsys):
     assert about["metadata"] == kept["metadata"]
 
 
+@pytest.mark.system
 def test_a_stopped_run_goes_on(home, capsys):
     options = (
         "--source synthetic: --width 1 --buffer 16 --segment 16 --probes 0 --size 12 --checkpoint-steps 4 "

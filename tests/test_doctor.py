@@ -126,6 +126,7 @@ def test_the_size_of_a_checkpoint_is_that_of_one_that_is_written(tmp_path):
     assert measure(plan, "").checkpoint == pytest.approx(written, rel=0.03)
 
 
+@pytest.mark.system
 def test_the_rate_is_what_the_source_sends():
     config = DoctorOptions(width=2, buffer=8, size=16)
     assert diagnose(config)[1].fps == 30

@@ -130,6 +130,7 @@ def test_experiments_share_runs(small_cifar):
     assert len(other | keys | {lab.runs()[0].key}) == 5
 
 
+@pytest.mark.system
 def test_results_of_other_code_are_told_and_done_again_when_asked(small_cifar, in_process, monkeypatch, capsys):
     def reproduce(*words):
         assert main(["reproduce", "gradient", *QUICK, "--out", str(small_cifar), *words]) == 0
@@ -151,6 +152,7 @@ def test_results_of_other_code_are_told_and_done_again_when_asked(small_cifar, i
     assert "1 jobs, 1 of them done" in reproduce("--redo")  # only what is of other code
 
 
+@pytest.mark.system
 def test_the_run_of_other_code_is_not_taken_for_an_interrupted_one(small_cifar, in_process, monkeypatch):
     out = small_cifar / "out"
     (job,) = Lab(LabOptions(out=out, seeds=1, images=600)).runs()
@@ -279,6 +281,7 @@ def test_two_at_once_in_one_directory_are_refused(small_cifar, capsys):
     assert "another process is working in" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
     out = small_cifar / "out"
     lab = Lab(LabOptions(out=out, seeds=1, images=600))

@@ -25,6 +25,7 @@ from support.camera import RtspCamera, jpeg, number_of, write_clip
 from support.waiting import until
 
 av = pytest.importorskip("av")
+pytestmark = pytest.mark.system  # each camera is a process
 
 
 def numbers(images):
@@ -181,7 +182,6 @@ def _resources(pid):
     return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("fault", [{}, {"stall_after": 20}, {"close_after": 20}])
 def test_a_camera_over_rtsp(fault):
     source = RtspCamera(**fault)
@@ -221,7 +221,6 @@ def test_one_dead_camera_does_not_stop_the_others(camera, tmp_path):
     assert refused
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("speed", [1, 2, 10, 100])
 @pytest.mark.parametrize("n_steps", [15, pytest.param(300, marks=pytest.mark.long)])
 def test_too_many_frames_are_passed_over_and_counted(camera, speed, n_steps):
@@ -288,7 +287,6 @@ def test_a_capture_process_that_never_works_is_an_error(camera, monkeypatch):
         next(stream.segments(4))
 
 
-@pytest.mark.system
 def test_the_capture_process_ends_with_its_parent(camera, tmp_path):
     source = camera(fps=100)
     program = (
@@ -304,7 +302,6 @@ def test_the_capture_process_ends_with_its_parent(camera, tmp_path):
     until(lambda: not Path(f"/proc/{child}").exists(), seconds=60)
 
 
-@pytest.mark.system
 def test_jpegs_on_standard_input(tmp_path):
     content = b"".join(jpeg(i) for i in range(40)) + jpeg(40)[:300] + jpeg(41) + jpeg(42)[:-2]
     program = (
@@ -368,7 +365,6 @@ def test_an_empty_directory_does_not_stop_a_camera(camera, tmp_path):
     assert numbers(torch.cat(list(stream.segments(20, until=60)))) == list(range(60))
 
 
-@pytest.mark.system
 def test_frames_that_are_all_rejected_are_in_the_account(tmp_path):
     source = b"".join(jpeg(i)[:-200] for i in range(20))
     program = (
@@ -445,7 +441,6 @@ def test_the_options_of_a_url():
     assert (ours.where, ours.fps) == ("http://127.0.0.1:1/video?id=2", 30)
 
 
-@pytest.mark.system
 def test_the_rate_at_which_frames_come(camera):
     stream = open_stream(camera(fps=200, last=41).url, size=32)  # in a fifth of a second, if nothing holds it up
     assert stream.measured_fps(seconds=8) == 5  # after the first
@@ -480,7 +475,6 @@ def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
     assert RunDirectory(path).config.source == source.url.replace("//", "//me:***@")
 
 
-@pytest.mark.system
 def test_a_stopped_run_on_a_camera_goes_on(camera, tmp_path):
     source = camera(fps=100)
     words = ["run", "--source", f"{source.url}#size=16", "--buffer", "8", "--width", "1", "--policy", "random"]
