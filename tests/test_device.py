@@ -6,13 +6,11 @@ import torch
 
 from streamclr import UserError
 from streamclr.classifier import Head
-from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import exchanged, is_statistic
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
 from streamclr.models.pretrained import from_pretrained
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
 from support.images import random_images
 
 
@@ -24,7 +22,7 @@ def config(tmp_path):
 @pytest.fixture
 def weights(config):
     torch.manual_seed(1)
-    return exchanged(ContrastiveModel(make_encoder(config)))
+    return exchanged(config.architecture.make_model())
 
 
 def learn(config, weights, n=32, **options):

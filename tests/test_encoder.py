@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 from streamclr import Learner, UserError, resnet18, resnet34, resnet50
+from streamclr.encoders.architecture import RESNETS, Architecture
 from streamclr.encoders.inference import infer, infer_views
 from streamclr.encoders.projection import ContrastiveModel, count_features
-from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture, BasicBlock, Conv3x3, ResNet
+from streamclr.encoders.resnet import STEMS, BasicBlock, Conv3x3, ResNet
 from support.images import random_images
 
 
@@ -119,23 +120,25 @@ def test_a_3x3_convolution_of_one_pixel_is_its_centre():
     assert torch.equal(conv(x), torch.nn.functional.conv2d(x, conv.weight, padding=1))
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("encoder", RESNETS)
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_an_architecture_is_found_in_its_encoder(encoder, stem, norm):
     asked = Architecture(encoder, 3, stem, norm)
     before = torch.get_rng_state()
     with torch.device("meta"):
-        made = asked.make()
+        made = asked.make_model()
     assert Architecture.of(made) == asked
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_no_architecture_of_other_encoders():
     odd = ResNet(BasicBlock, (1, 1, 1, 1), width=2)
-    for encoder in (odd, torch.nn.Flatten()):
+    flat = torch.nn.Flatten()
+    flat.n_features = 8
+    for encoder in (odd, flat):
         with pytest.raises(UserError, match="use resnet18, resnet34, resnet50"):
-            Architecture.of(encoder)
+            Architecture.of(ContrastiveModel(encoder))
 
 
 class Returns(nn.Module):

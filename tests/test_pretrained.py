@@ -20,9 +20,9 @@ from streamclr import Card, Learner, Pretrained, UserError, from_pretrained, res
 from streamclr.base.files import sha256_of, write_json
 from streamclr.classifier import Head
 from streamclr.cli.entry import main
+from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.encoders.resnet import Architecture
 from streamclr.models.export import export, kind_of
 from streamclr.models.heads import Heads
 from streamclr.runs.assemble import make_learner
@@ -46,7 +46,7 @@ def made(width=4, size=24, encoder="resnet18", stem="small", norm="batch", class
     """A model that has seen a few images, and a classifier that standardises their features."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # so that two of them are the same, bit by bit
-    model = ContrastiveModel(Architecture(encoder, width, stem, norm).make())
+    model = Architecture(encoder, width, stem, norm).make_model()
     for seed in range(2):
         model(pictures(8, size, seed) / 255)
     head = Head(model.n_features, len(classes))
@@ -75,7 +75,7 @@ def copied(saved, tmp_path):
 def test_round_trip(saved, tmp_path):
     model, loaded = made(), from_pretrained(saved)
     assert (loaded.classes, loaded.size, loaded.card) == (CLASSES, 24, CARD)
-    assert loaded.architecture == ("resnet18", 4, "small", "batch")
+    assert loaded.architecture == ("resnet18", 4, "small", "batch", "plain")
     for height, width in [(24, 24), (61, 40), (9, 100)]:
         images = pictures(70, 100)[..., :height, :width].contiguous()
         probabilities, features = loaded(images)
@@ -181,7 +181,7 @@ def test_only_what_can_be_saved():
 
 def test_config(saved):
     config = json.loads((saved / "config.json").read_text())
-    assert (config["library_name"], config["format_version"]) == ("streamclr", 1)
+    assert (config["library_name"], config["format_version"]) == ("streamclr", 2)
     assert config["id2label"] == {"0": "Äpfel", "1": "猫 & <b>", "2": "x,y"}
     assert config["label2id"] == {"Äpfel": 0, "猫 & <b>": 1, "x,y": 2}
     assert config["image_mean"] == [0.485, 0.456, 0.406]
@@ -343,7 +343,7 @@ def edited(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"format_version": 2}, "has format_version 2, and this streamclr reads 1: install a newer one"),
+        ({"format_version": 3}, "has format_version 3, and this streamclr reads 2: install a newer one"),
         ({"format_version": 10**30}, "install a newer one"),
         ({"format_version": True}, "has True for format_version"),
         ({"format_version": ...}, "lacks format_version"),

@@ -14,12 +14,10 @@ import pytest
 
 from streamclr import UserError, open_stream
 from streamclr.classifier import Classifier, Head
-from streamclr.encoders.projection import ContrastiveModel
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder
 from streamclr.runs.run import run
 from streamclr.streams.account import Account
 from support.camera import Camera, write_clip
@@ -236,7 +234,7 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
         directory = RunDirectory(path)
         ours = Versions(directory)
         for number in (1, 2):
-            model = ContrastiveModel(make_encoder(directory.config))
+            model = directory.config.architecture.make_model()
             classifier = Classifier(model, Head(8, 2), ("a", "b"), directory.image_size)
             version = Version(classifier, 0, frozenset(), frozenset(), Score(0, 0, 0.0))
             ours.take(version, ours.current)

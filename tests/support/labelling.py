@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from streamclr.base.files import write_json
 from streamclr.classifier import Classifier, Head
 from streamclr.encoders.inference import seeded
-from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import Candidates
 from streamclr.labelling.session import LabelSession
 from streamclr.models.versions import Score, Version
 from streamclr.records.directory import RunDirectory
-from streamclr.records.plan import make_encoder
 from support.runs import run_plan
 
 SIZE, COLOURS = 16, 3
@@ -46,7 +44,7 @@ def make_run(path, images=None, budget="30", finished=True, step=None, **options
 
 def encoder(path, seed=0):
     with seeded(seed):
-        return ContrastiveModel(make_encoder(RunDirectory(path).config))
+        return RunDirectory(path).config.architecture.make_model()
 
 
 def reach(path, step):

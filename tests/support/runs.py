@@ -9,12 +9,11 @@ from streamclr.base.files import write_json
 from streamclr.base.tensors import load_tensors, save_tensors
 from streamclr.classifier import Head
 from streamclr.encoders.inference import infer
-from streamclr.encoders.projection import ContrastiveModel
 from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import RunPlan, make_encoder
+from streamclr.records.plan import RunPlan
 from support.images import make_folder, random_images
 
 
@@ -30,7 +29,7 @@ def made_run(path, size=32, **options):
     path.mkdir()
     write_json(path / "config.json", dataclasses.asdict(config))
     torch.manual_seed(0)
-    model = ContrastiveModel(make_encoder(config))
+    model = config.architecture.make_model()
     for seed in range(3):
         model(random_images(16, size, seed) / 255)
     head = Head(model.n_features, 5)

@@ -19,17 +19,18 @@ class ContrastiveModel(nn.Module):
     """Encoder and projection head: images in [0, 1] to unit vectors z = g(f(x)) / |g(f(x))|.
 
     encoder: any module that maps standardised images (n x 3 x H x W) to features (n x d).
+    projection: the head g: `plain` is the paper's; `batchnorm` has BatchNorm after its first layer, which is narrower.
     """
 
     mean: Tensor
     std: Tensor
     max_chunk: int | None = None  # images of one forward pass in inference, where memory is limited
 
-    def __init__(self, encoder: nn.Module, projection_size: int = 128):
+    def __init__(self, encoder: nn.Module, projection_size: int = 128, projection: str = "plain"):
         super().__init__()
         self.n_features = n = count_features(encoder)
-        self.encoder = encoder
-        self.head = nn.Sequential(nn.Linear(n, n), nn.ReLU(), nn.Linear(n, projection_size))
+        self.encoder, self.projection = encoder, projection
+        self.head = make_projection(projection, n, projection_size)
         # ImageNet's, because public pre-trained weights expect them; no other stream's are known in advance.
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
@@ -50,6 +51,18 @@ class ContrastiveModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.project(self.features(images))
+
+
+PROJECTIONS = ("plain", "batchnorm")
+
+
+def make_projection(kind: str, n_in: int, n_out: int) -> nn.Sequential:
+    if kind not in PROJECTIONS:
+        raise UserError(f"projection is {kind!r}: use {' or '.join(PROJECTIONS)}")
+    if kind == "plain":
+        return nn.Sequential(nn.Linear(n_in, n_in), nn.ReLU(), nn.Linear(n_in, n_out))
+    n_mid = min(n_in, 512)
+    return nn.Sequential(nn.Linear(n_in, n_mid, bias=False), nn.BatchNorm1d(n_mid), nn.ReLU(), nn.Linear(n_mid, n_out))
 
 
 class FeatureExtractor:

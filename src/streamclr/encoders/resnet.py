@@ -1,8 +1,7 @@
 """The encoder f (Sec. II-A): ResNets of any width, for small and large images."""
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +142,11 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     @property
+    def stages(self) -> list[list[nn.Module]]:
+        """The layers by resolution, the first nearest to the image."""
+        return [[self.conv1, self.bn1], [self.layer1], [self.layer2], [self.layer3], [self.layer4]]
+
+    @property
     def blocks(self) -> list[Block]:
         return [block for layer in (self.layer1, self.layer2, self.layer3, self.layer4) for block in layer]  # type: ignore[misc]
 
@@ -163,37 +167,3 @@ def resnet34(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> Res
 
 def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
     return ResNet(Bottleneck, (3, 4, 6, 3), width, stem, norm)
-
-
-ENCODERS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
-
-
-class Architecture(NamedTuple):
-    """The options that make a ResNet; the same as those of a run."""
-
-    encoder: str
-    width: int
-    stem: str
-    norm: str
-
-    def __str__(self) -> str:
-        return f"a {self.encoder} of width {self.width} with the {self.stem} stem and {self.norm} norm"
-
-    def make(self) -> ResNet:
-        return ENCODERS[self.encoder](self.width, self.stem, self.norm)
-
-    @classmethod
-    def of(cls, encoder: nn.Module) -> "Architecture":
-        if isinstance(encoder, ResNet):
-            conv, shapes = encoder.conv1, _shapes(encoder)
-            stem = next(name for name, shape in STEMS.items() if shape == (conv.kernel_size[0], conv.stride[0]))
-            norm = "group" if isinstance(encoder.bn1, nn.GroupNorm) else "batch"
-            for found in (cls(name, conv.out_channels, stem, norm) for name in ENCODERS):
-                with torch.device("meta"):  # no memory, no random numbers
-                    if _shapes(found.make()) == shapes:
-                        return found
-        raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}

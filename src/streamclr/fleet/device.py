@@ -24,7 +24,7 @@ from streamclr.models.heads import GLOBAL
 from streamclr.models.pretrained import Pretrained, save_pretrained
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder, open_run_stream, resolve
+from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.loop import learn_stream
 from streamclr.streams.stream import Stream
@@ -98,7 +98,7 @@ class Device:
 
     def model_with(self, weights: Weights) -> ContrastiveModel:
         """The fleet's encoder, with this device's BatchNorm statistics if they are local."""
-        model = ContrastiveModel(make_encoder(self.plan))
+        model = self.plan.architecture.make_model()
         own = model.state_dict()
         if self.statistics == "local" and (found := self.directory.checkpoints.latest()):
             own |= {name: t for name, t in found[1]["learner"]["model"].items() if is_statistic(name)}

@@ -57,8 +57,7 @@ class Rounds:
             raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
         self.path, self.learner, self.options = path, learner, options
         with seeded(learner.seed):
-            model = initial_model(learner)
-            self.model = model if isinstance(model, ContrastiveModel) else ContrastiveModel(model)
+            self.model = initial_model(learner, learner.size or 32)
         weights = exchanged(self.model, options["statistics"])
         self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
         self.head: FleetHead | None = None

@@ -114,8 +114,8 @@ model-index:
 
 
 def _elsewhere(model: "Pretrained") -> str:
-    encoder, width, stem, norm = model.architecture
-    if width != 64:
+    encoder, width, stem, norm, _ = model.architecture
+    if stem is None or width != 64:
         return f"""## Elsewhere
 
 The tensors have torchvision's names, and `projection.` before those of the projection head. torchvision's own

@@ -22,12 +22,13 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import sha256_of, sync, write_new
 from streamclr.base.tensors import load_checked
 from streamclr.classifier import Classifier, Head
+from streamclr.encoders.architecture import ENCODERS, Architecture
 from streamclr.encoders.inference import checked_images, inference_mode
-from streamclr.encoders.projection import ContrastiveModel
-from streamclr.encoders.resnet import ENCODERS, STEMS, Architecture
+from streamclr.encoders.projection import PROJECTIONS, ContrastiveModel
+from streamclr.encoders.resnet import STEMS
 from streamclr.models.card import Card, card_text
 
-VERSION = 1  # of the layout
+VERSION = 2  # of the layout
 MAX_CONFIG_BYTES = 2**24  # about two hundred thousand class names
 BATCH_SIZE = 64  # images
 
@@ -43,7 +44,7 @@ class Pretrained:
     def __init__(
         self, model: ContrastiveModel, head: Head, classes: Sequence[str], size: int, card: Card | None = None
     ):
-        self.architecture = Architecture.of(model.encoder)
+        self.architecture = Architecture.of(model)
         n_classes = head.linear.out_features
         if len(classes) != n_classes or len(set(classes)) != n_classes:
             raise UserError(f"{len(set(classes))} different class names for {n_classes} classes: give one for each")
@@ -105,7 +106,7 @@ def from_pretrained(path: str | Path) -> Pretrained:
     file = Path(path) / "model.safetensors"
     architecture = Architecture(*(config[name] for name in Architecture._fields))
     with torch.device("meta"):  # shapes, and nothing in memory
-        model = ContrastiveModel(architecture.make(), config["projection_size"])
+        model = architecture.make_model(config["projection_size"])
         fc = nn.Linear(model.n_features, len(config["id2label"]))
     tensors = load_checked(file, _named(model, fc))
     if sha256_of(file) != config["sha256"]:
@@ -192,6 +193,8 @@ def read_config(file: Path) -> dict[str, Any]:
     found = content.get("format_version")
     if type(found) is int and found > VERSION:
         raise UserError(f"{file} has format_version {found}, and this streamclr reads {VERSION}: install a newer one")
+    if found == 1:  # without a choice of the projection head
+        content = {"projection": "plain", **content}
     if missing := sorted(CHECKS.keys() - content.keys()):
         raise UserError(f"{file} lacks {', '.join(missing)}")
     if unknown := sorted(content.keys() - CHECKS.keys()):
@@ -225,6 +228,10 @@ def _whole(least: int, most: int) -> Check:
     return Check(lambda value: type(value) is int and least <= value <= most, f"a whole number, {least} to {most}")
 
 
+def _or_none(check: Check) -> Check:
+    return Check(lambda value: value is None or check.fits(value), f"null, or {check.allowed}")
+
+
 def _three(least: float, most: float = 1e6) -> Check:
     def fits(value: Any) -> bool:
         numbers = value if isinstance(value, list) else []
@@ -252,9 +259,10 @@ CHECKS = {
     "library_name": _one_of(["streamclr"]),
     "format_version": _whole(1, VERSION),
     "encoder": _one_of(list(ENCODERS)),
-    "width": _whole(1, 2**14),
-    "stem": _one_of(list(STEMS)),
-    "norm": _one_of(["batch", "group"]),
+    "width": _or_none(_whole(1, 2**14)),
+    "stem": _or_none(_one_of(list(STEMS))),
+    "norm": _or_none(_one_of(["batch", "group"])),
+    "projection": _one_of(PROJECTIONS),
     "projection_size": _whole(1, 2**14),
     "image_size": _whole(8, 4096),
     "image_mean": _three(-1e6),

@@ -26,7 +26,7 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
 from streamclr.learner import Learner, Step, find_device
 from streamclr.records.checkpoints import Checkpoints
-from streamclr.records.plan import RunPlan, make_encoder
+from streamclr.records.plan import RunPlan
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 
@@ -218,7 +218,7 @@ class RunDirectory:
         """The run's model with these weights, which came from there."""
         plan = self.config
         with torch.device("meta"):  # no initial weights: these would be drawn from the generator of a step under way
-            model = ContrastiveModel(make_encoder(plan))
+            model = plan.architecture.make_model()
         load_weights(model, weights, where, assign=True)
         return model.to(find_device(plan.device))
 

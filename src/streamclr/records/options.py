@@ -7,7 +7,7 @@ from typing import Any
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
-from streamclr.encoders.resnet import ENCODERS
+from streamclr.encoders.architecture import ENCODERS
 from streamclr.guards import GUARDS
 from streamclr.policy import POLICIES
 
@@ -63,11 +63,14 @@ class ModelOptions:
     """The encoder and how it is trained: what all devices of a fleet have in common."""
 
     encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
-    width: int = option(64, "channels of the encoder's first stage")
+    width: int | None = option(None, "channels of a ResNet's first stage [64]")
     stem: str | None = option(
-        None, "small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
+        None, "of a ResNet: small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
     )
-    norm: str = option("batch", "batch or group")
+    norm: str | None = option(None, "of a ResNet: batch or group [batch]")
+    projection: str | None = option(
+        None, "projection head: plain (the paper's), or batchnorm [plain for a ResNet, else batchnorm]"
+    )
     init: str | None = option(
         None,
         "start from these encoder weights (.safetensors, torchvision's names), or this directory with a whole model",

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.compute.memory import parse_size
 from streamclr.compute.ranks import NORM_OVER
-from streamclr.encoders.resnet import ENCODERS, ResNet
+from streamclr.encoders.architecture import Architecture
 from streamclr.records.label_budget import LabelBudget, n_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.streams.spec import absolute_source, split_source, takes
@@ -30,7 +29,6 @@ class RunPlan(RunOptions):
     size: int = field(kw_only=True)
     batch: int = field(kw_only=True)
     segment: int = field(kw_only=True)
-    stem: str = field(kw_only=True)
     guards: str = field(kw_only=True)  # never "auto"
 
     @classmethod
@@ -48,11 +46,10 @@ class RunPlan(RunOptions):
             content = {**content, "guards": "off"}
         return cls(**content)
 
-
-def make_encoder(options: ModelOptions) -> ResNet:
-    if options.encoder not in ENCODERS:
-        raise UserError(f"no encoder {options.encoder!r}: {opts.one_of(options.encoder, ENCODERS)}")
-    return ENCODERS[options.encoder](options.width, options.stem, options.norm)
+    @property
+    def architecture(self) -> Architecture:
+        # A plan of an earlier version does not name the projection head.
+        return Architecture(self.encoder, self.width, self.stem, self.norm, self.projection or "plain")
 
 
 def open_run_stream(options: RunOptions) -> DatasetStream | CameraStream:
@@ -95,11 +92,17 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "batch": batch,
         "segment": segment,
         "size": stream.size,
-        "stem": ("small" if stream.size < 64 else "imagenet") if options.stem is None else options.stem,
+        **resolve_architecture(options, stream.size)._asdict(),
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }
     return RunPlan(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)} | filled)
+
+
+def resolve_architecture(options: ModelOptions, size: int) -> Architecture:
+    """The model that is asked for, for images of this size."""
+    o = options
+    return Architecture.resolve(o.encoder, size, o.width, o.stem, o.norm, o.projection)
 
 
 def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:

@@ -9,30 +9,31 @@ from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.classifier import draw_labelled
 from streamclr.compute.ranks import OneProcess
+from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel, load_encoder
-from streamclr.encoders.resnet import Architecture, ResNet
 from streamclr.guards import Guarded
 from streamclr.learner import Learner
 from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import POLICIES, Policy
 from streamclr.records.options import ModelOptions, RunOptions
-from streamclr.records.plan import RunPlan, make_encoder, open_run_stream, resolve
+from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
-def initial_model(options: ModelOptions) -> ResNet | ContrastiveModel:
-    """What a run starts from: a random encoder, one with the weights of a file, or a model with its projection head."""
+def initial_model(options: ModelOptions, size: int) -> ContrastiveModel:
+    """What a run starts from: random weights, an encoder from a file, or a whole model with its projection head."""
+    asked = resolve_architecture(options, size)
     with seeded(options.seed):
-        encoder = make_encoder(options)
+        model = asked.make_model()
     if options.init is None:
-        return encoder
+        return model
     if not Path(options.init).is_dir():
-        load_encoder(encoder, Path(options.init))
-        return encoder
-    pretrained, asked = from_pretrained(options.init), Architecture.of(encoder)
+        load_encoder(model.encoder, Path(options.init))
+        return model
+    pretrained = from_pretrained(options.init)
     if (its := pretrained.architecture) != asked:
         own = zip(Architecture._fields, its, asked, strict=True)
         flags = " ".join(f"--{name} {value}" for name, value, other in own if value != other)
@@ -64,7 +65,7 @@ def make_policy(plan: RunPlan) -> Policy:
 
 def make_learner(plan: RunPlan) -> Learner:
     return Learner(
-        initial_model(plan),
+        initial_model(plan, plan.size),
         make_policy(plan),
         buffer_size=plan.buffer,
         batch_size=plan.batch,

@@ -1,7 +1,7 @@
 """Stage two on the labelled images of a source: heads, probes, learning curve, supervised baselines (Sec. IV-A)."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.learner import checked_images
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
-from streamclr.records.plan import RunPlan, make_encoder
+from streamclr.records.plan import RunPlan
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import Source
@@ -181,6 +181,6 @@ def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directo
     results, heads = evaluate(model, train, test, plan.label_fractions, plan.seed)
     Heads(directory).save_fractions(heads, train.classes)
     if plan.supervised:
-        encoder, device = partial(make_encoder, plan), model.mean.device
+        encoder, device = plan.architecture.make, model.mean.device
         results["supervised"] = evaluate_supervised(encoder, train, test, plan.label_fractions, plan.seed, device)
     return results

@@ -8,7 +8,7 @@ from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, bars, margins, signed
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import make_encoder, open_run_stream
+from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.evaluation import evaluate_supervised, labelled
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
@@ -65,6 +65,7 @@ def experiment(lab: Lab) -> Findings:
 def supervised(directory: Path, **config: Any) -> Result:
     """Both readings of the supervised baseline, with the encoder and the labels of the run."""
     one = RunOptions(**config)
-    train, test = labelled(open_run_stream(one))
-    fractions = tuple(float(f) for f in FRACTIONS)
-    return dict(evaluate_supervised(lambda: make_encoder(one), train, test, fractions, one.seed, one.device or "cpu"))
+    stream = open_run_stream(one)
+    train, test = labelled(stream)
+    fractions, encoder = tuple(float(f) for f in FRACTIONS), resolve(one, stream).architecture.make
+    return dict(evaluate_supervised(encoder, train, test, fractions, one.seed, one.device or "cpu"))

@@ -224,16 +224,13 @@ def _open_torch(path: Path) -> Predictor:
 
     from streamclr.base.tensors import load_weights
     from streamclr.classifier import Classifier, Head
-    from streamclr.encoders.projection import ContrastiveModel
-    from streamclr.encoders.resnet import Architecture
+    from streamclr.encoders.architecture import Architecture
 
     about, weights = _read_program(path)
     try:
         architecture = Architecture(*(about["encoder"][name] for name in ("name", "width", "stem", "norm")))
-        if list(map(type, architecture)) != [str, int, str, str]:
-            raise TypeError
         with torch.device("meta"):  # no memory; all weights are checked against it, and then put in its place
-            model = ContrastiveModel(architecture.make())
+            model = architecture.make_model()
             head = Head(model.n_features, len(about["classes"]))
             classifier = Classifier(model, head, about["classes"], about["size"]).plain()
     except (LookupError, TypeError, RuntimeError, UserError):

@@ -244,7 +244,7 @@ def suggest(plan: RunPlan, step: Measured, fps: float) -> Iterator[Suggestion]:
     least_size = 64 if plan.stem == "imagenet" else 16  # below 64 px the stem would be another
     for name, values in (
         ("rescore_every", [50] if takes_lazy and lazy < 50 else []),
-        ("width", _halved(plan.width, 8)),
+        ("width", [] if plan.width is None else _halved(plan.width, 8)),
         ("size", _halved(plan.size, least_size)),
     ):
         yield from _first_that_keeps_up(plan, name, values, step, fps)

@@ -1,0 +1,83 @@
+"""Encoders by name, and all that is needed to build a model again."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from streamclr.base.errors import UserError
+from streamclr.base.options import one_of
+from streamclr.encoders.mobilenet import MobileNetV2, mobilenet_v2
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import STEMS, ResNet, resnet18, resnet34, resnet50
+
+RESNETS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
+ENCODERS = (*RESNETS, "mobilenet_v2")
+
+
+class Architecture(NamedTuple):
+    """The options that make a model; the same as those of a run. width, stem and norm are of a ResNet alone."""
+
+    encoder: str
+    width: int | None = None
+    stem: str | None = None
+    norm: str | None = None
+    projection: str = "plain"
+
+    def __str__(self) -> str:
+        if self.width is None:
+            return f"a {self.encoder}"
+        return f"a {self.encoder} of width {self.width} with the {self.stem} stem and {self.norm} norm"
+
+    @classmethod
+    def resolve(
+        cls,
+        encoder: str,
+        size: int,
+        width: int | None = None,
+        stem: str | None = None,
+        norm: str | None = None,
+        projection: str | None = None,
+    ) -> "Architecture":
+        """With every default filled in, for images of this size; what does not fit together is refused."""
+        if encoder in RESNETS:
+            small = "small" if size < 64 else "imagenet"
+            return cls(encoder, 64 if width is None else width, stem or small, norm or "batch", projection or "plain")
+        if encoder not in ENCODERS:
+            raise UserError(f"no encoder {encoder!r}: {one_of(encoder, ENCODERS)}")
+        for name, value in (("width", width), ("stem", stem), ("norm", norm)):
+            if value is not None:
+                raise UserError(f"{name} is {value}, and {encoder} has no choice of it: leave it out")
+        return cls(encoder, projection=projection or "batchnorm")
+
+    def make(self) -> nn.Module:
+        """The encoder, with random weights."""
+        if self.encoder in RESNETS:
+            return RESNETS[self.encoder](self.width, self.stem, self.norm)
+        if self.encoder not in ENCODERS:
+            raise UserError(f"no encoder {self.encoder!r}: {one_of(self.encoder, ENCODERS)}")
+        return mobilenet_v2()
+
+    def make_model(self, projection_size: int = 128) -> ContrastiveModel:
+        """The encoder with its projection head, both with random weights."""
+        return ContrastiveModel(self.make(), projection_size, self.projection)
+
+    @classmethod
+    def of(cls, model: ContrastiveModel) -> "Architecture":
+        encoder = model.encoder
+        if isinstance(encoder, MobileNetV2):
+            return cls("mobilenet_v2", projection=model.projection)
+        if isinstance(encoder, ResNet):
+            conv, shapes = encoder.conv1, _shapes(encoder)
+            stem = next(name for name, shape in STEMS.items() if shape == (conv.kernel_size[0], conv.stride[0]))
+            norm = "group" if isinstance(encoder.bn1, nn.GroupNorm) else "batch"
+            for found in (cls(name, conv.out_channels, stem, norm, model.projection) for name in RESNETS):
+                with torch.device("meta"):  # no memory, no random numbers
+                    if _shapes(found.make()) == shapes:
+                        return found
+        raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
