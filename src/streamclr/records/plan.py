@@ -48,8 +48,7 @@ class RunPlan(RunOptions):
 
     @property
     def architecture(self) -> Architecture:
-        # A plan of an earlier version does not name the projection head.
-        return Architecture(self.encoder, self.width, self.stem, self.norm, self.projection or "plain")
+        return resolve_architecture(self, self.size)
 
 
 def open_run_stream(options: RunOptions) -> DatasetStream | CameraStream:
