@@ -86,7 +86,7 @@ def test_state_round_trip():
         b.replace(b.pool(numbered(9, 30)), torch.tensor([0, 3, 12, 33]))
     assert torch.equal(buffer.images, other.images)
     assert torch.equal(buffer.ages, other.ages)
-    with pytest.raises(UserError, match="buffer_size=4"):
+    with pytest.raises(UserError, match="buffer=4"):
         Buffer(2).load_state_dict(buffer.state_dict())
 
 
