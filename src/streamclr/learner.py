@@ -90,7 +90,7 @@ class Learner:
     buffer: N, images in the buffer; or its size in bytes, as "10M".
     batch_size: images of one update, drawn uniformly from the buffer; default: the whole buffer if it is given in
         images, else 64.
-    temperature, lr: by default those of ADAPT for an encoder with a name, else of FROM_SCRATCH, which is the paper's; so
+    temperature, lr: default: those of ADAPT for an encoder with a name, else of FROM_SCRATCH, which is the paper's; so
         are policy, buffer, positives, train and views.
     positives: `views` contrasts two views of one frame, `time` views of two neighbouring frames, the second of which is
         kept in the buffer beside the first.
@@ -153,7 +153,8 @@ class Learner:
         with seeded(seed):
             encoder = make_encoder(encoder) if isinstance(encoder, str) else resnet18() if encoder is None else encoder
             model = encoder if isinstance(encoder, ContrastiveModel) else ContrastiveModel(encoder)
-            set_trained(model, recipe.train if train is None else train)
+            has_stages = hasattr(model.encoder, "stages")
+            set_trained(model, train or (recipe.train if has_stages else "all"))
             self._random_state = torch.get_rng_state()  # of the model's own randomness, such as dropout
         self.model = model.to(self.device)
         self.optimizer = Adam(self.model.parameters(), lr, weight_decay)

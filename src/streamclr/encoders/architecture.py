@@ -81,3 +81,7 @@ class Architecture(NamedTuple):
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def make_encoder(name: str, size: int = 64, init: str = "auto") -> ContrastiveModel:  # provisional
+    return Architecture.resolve(name, size).make_model()

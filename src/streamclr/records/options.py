@@ -91,8 +91,7 @@ class ModelOptions:
     )
     weight_decay: float = option(1e-4, "weight decay of Adam")
     temperature: float | None = option(
-        None,
-        f"of the contrastive loss [{ADAPT.temperature:g} for a public encoder, {FROM_SCRATCH.temperature:g} from scratch]",
+        None, f"of the loss [{ADAPT.temperature:g} for a public encoder, {FROM_SCRATCH.temperature:g} from scratch]"
     )
     positives: str | None = option(
         None, "contrast two views of one frame (views), or of two neighbouring ones (time) [time for a public encoder]"
@@ -121,6 +120,7 @@ class EvaluationOptions:
     """What is measured with the labels of a dataset."""
 
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
+    classifier: str = option("auto", "linear, finetuned, paper (its protocol), or auto: the best on held-back labels")
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 

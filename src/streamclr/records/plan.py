@@ -11,7 +11,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
-from streamclr.encoders.architecture import RESNETS, Architecture
+from streamclr.encoders.architecture import ENCODERS, RESNETS, Architecture
 from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH, POSITIVES
 from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
@@ -88,13 +88,14 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     recipe = FROM_SCRATCH if options.encoder in RESNETS else ADAPT
     given = dataclasses.asdict(options)
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
+    if options.train is None and options.encoder not in ENCODERS:
+        chosen["train"] = "all"  # an adapter may have no stages
     for name, allowed in (("positives", POSITIVES), ("flip", ("on", "off"))):
         if chosen[name] not in allowed:
             raise UserError(f"{name} is {chosen[name]!r}: use {' or '.join(allowed)}")
     shape, in_time = (3, stream.size, stream.size), chosen["positives"] == "time"
     buffer = n_that_fit(chosen["buffer"], shape, in_time)
-    whole = buffer if isinstance(chosen["buffer"], int) else BATCH_SIZE
-    batch = whole if options.batch is None else options.batch
+    batch = options.batch or (buffer if isinstance(chosen["buffer"], int) else BATCH_SIZE)
     if images is not None and images < batch:
         whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")

@@ -38,6 +38,11 @@ class Stream(Protocol):
     @property
     def size(self) -> int: ...  # side of the images in pixels
 
+    @property
+    def fps(self) -> float | None:
+        """Frames a second, where that is known before they come."""
+        return None
+
     def segments(
         self, n: int, until: int | None = None, idle: Idle = never, arrived: Arrived | None = None
     ) -> Generator[Tensor]:
@@ -85,7 +90,6 @@ class DatasetStream(Stream):
 
     exact = True
     overload = "wait"
-    fps = None
 
     def __init__(self, source: Source):
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
