@@ -29,7 +29,7 @@ from support.images import random_images
 
 def make(policy=None, **options):
     torch.manual_seed(0)
-    defaults = {"buffer_size": 8, "lr": 1e-3, "seed": 3, "device": "cpu"}
+    defaults = {"buffer": 8, "lr": 1e-3, "seed": 3, "device": "cpu"}
     return Learner(resnet18(width=4), policy, **(defaults | options))
 
 
@@ -358,7 +358,7 @@ def test_bad_segments(images, told):
 @pytest.mark.parametrize(
     "options",
     [
-        {"buffer_size": 1},
+        {"buffer": 1},
         {"batch_size": 9},
         {"batch_size": 1},
         {"updates_per_segment": 0},

@@ -134,7 +134,8 @@ class Learner:
             raise UserError(f"positives is {positives!r}: use {' or '.join(POSITIVES)}")
         # In bytes: known when the first segment tells the size of an image.
         self._buffer_bytes = buffer if isinstance(buffer, str) else None
-        self.batch_size = batch_size or (BATCH_SIZE if isinstance(buffer, str) else buffer)
+        whole = BATCH_SIZE if isinstance(buffer, str) else buffer
+        self.batch_size = whole if batch_size is None else batch_size
         self.buffer = self._make_buffer(self.batch_size if isinstance(buffer, str) else buffer)
         for name, value, least in (
             ("batch_size", self.batch_size, 2),

@@ -42,8 +42,9 @@ class Architecture(NamedTuple):
     ) -> "Architecture":
         """With every default filled in, for images of this size; what does not fit together is refused."""
         if encoder in RESNETS:
-            small = "small" if size < 64 else "imagenet"
-            return cls(encoder, 64 if width is None else width, stem or small, norm or "batch", projection or "plain")
+            stem = ("small" if size < 64 else "imagenet") if stem is None else stem
+            norm = "batch" if norm is None else norm
+            return cls(encoder, 64 if width is None else width, stem, norm, projection or "plain")
         if encoder not in ENCODERS:
             raise UserError(f"no encoder {encoder!r}: {one_of(encoder, ENCODERS)}")
         for name, value in (("width", width), ("stem", stem), ("norm", norm)):

@@ -57,9 +57,11 @@ class BufferOptions:
         f"[{ADAPT.buffer} for a public encoder, {FROM_SCRATCH.buffer} from scratch]",
     )
     batch: int | None = option(
-        None, f"images in one update, drawn from the buffer [{BATCH_SIZE} of a buffer in bytes, else all of it]"
+        None, f"images in one update, drawn from the buffer [all of it; {BATCH_SIZE} of one given in bytes]"
     )
-    segment: int | None = option(None, "new images in one step [as many as in one update]")
+    segment: int | None = option(
+        None, f"new images in one step [as many as the buffer holds; {BATCH_SIZE} with one given in bytes]"
+    )
     guards: str = option(
         "auto",
         f"filters for unusable frames: on, off, or some of {', '.join(GUARDS)} with commas [on for a live source]",
@@ -73,7 +75,9 @@ class BufferOptions:
 class ModelOptions:
     """The encoder and how it is trained: what all devices of a fleet have in common."""
 
-    encoder: str = option("mobilenet_v2", f"the base encoder: {', '.join(ENCODERS)}")
+    encoder: str | None = option(
+        None, f"the base encoder: {', '.join(ENCODERS)} [mobilenet_v2; resnet18 if --width, --stem or --norm is given]"
+    )
     width: int | None = option(None, "channels of a ResNet's first stage [64]")
     stem: str | None = option(
         None, "of a ResNet: small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"

@@ -31,6 +31,7 @@ class RunPlan(RunOptions):
 
     epochs: None = field(default=None)  # `images` says it
     size: int = field(kw_only=True)
+    encoder: str = field(kw_only=True)
     policy: str = field(kw_only=True)
     buffer: int = field(kw_only=True)  # images
     batch: int = field(kw_only=True)
@@ -85,17 +86,19 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     if end is not None and images is not None and images > end:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
         raise UserError(f"{options.source} ends after {end} images, before the {images} asked for{how}")
-    recipe = FROM_SCRATCH if options.encoder in RESNETS else ADAPT
+    architecture = resolve_architecture(options, stream.size)
+    recipe = FROM_SCRATCH if architecture.encoder in RESNETS else ADAPT
     given = dataclasses.asdict(options)
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
-    if options.train is None and options.encoder not in ENCODERS:
+    if options.train is None and architecture.encoder not in ENCODERS:
         chosen["train"] = "all"  # an adapter may have no stages
     for name, allowed in (("positives", POSITIVES), ("flip", ("on", "off"))):
         if chosen[name] not in allowed:
             raise UserError(f"{name} is {chosen[name]!r}: use {' or '.join(allowed)}")
     shape, in_time = (3, stream.size, stream.size), chosen["positives"] == "time"
     buffer = n_that_fit(chosen["buffer"], shape, in_time)
-    batch = options.batch or (buffer if isinstance(chosen["buffer"], int) else BATCH_SIZE)
+    in_one_step = buffer if isinstance(chosen["buffer"], int) else BATCH_SIZE
+    batch = in_one_step if options.batch is None else options.batch
     if images is not None and images < batch:
         whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
@@ -103,7 +106,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         raise UserError(f"norm_over is {options.norm_over!r}: use {' or '.join(NORM_OVER)}")
     if not 0 <= options.probes <= 1000:
         raise UserError(f"probes is {options.probes}: use 0 (no learning curve) to 1000")
-    segment = batch if options.segment is None else options.segment
+    segment = in_one_step if options.segment is None else options.segment
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
     filled = {
@@ -116,7 +119,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "batch": batch,
         "segment": segment,
         "size": stream.size,
-        **resolve_architecture(options, stream.size)._asdict(),
+        **architecture._asdict(),
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }
@@ -133,7 +136,9 @@ def _reach(options: RunOptions, stream: Stream) -> int:
 def resolve_architecture(options: ModelOptions, size: int) -> Architecture:
     """The model that is asked for, for images of this size."""
     o = options
-    return Architecture.resolve(o.encoder, size, o.width, o.stem, o.norm, o.projection)
+    is_resnet = any(value is not None for value in (o.width, o.stem, o.norm))
+    encoder = o.encoder or ("resnet18" if is_resnet else "mobilenet_v2")
+    return Architecture.resolve(encoder, size, o.width, o.stem, o.norm, o.projection)
 
 
 def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:
