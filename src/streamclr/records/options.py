@@ -7,7 +7,7 @@ from typing import Any
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
-from streamclr.encoders.architecture import ENCODERS
+from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
 from streamclr.policy import POLICIES
 
@@ -62,7 +62,7 @@ class BufferOptions:
 class ModelOptions:
     """The encoder and how it is trained: what all devices of a fleet have in common."""
 
-    encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
+    encoder: str = option("resnet18", f"the base encoder: {', '.join((*ENCODERS, *ADAPTERS))}")
     width: int | None = option(None, "channels of a ResNet's first stage [64]")
     stem: str | None = option(
         None, "of a ResNet: small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
@@ -73,7 +73,8 @@ class ModelOptions:
     )
     init: str | None = option(
         None,
-        "start from these encoder weights (.safetensors, torchvision's names), or this directory with a whole model",
+        "start from pretrained (public weights), random, encoder weights in a file (.safetensors or .pth with "
+        "torchvision's names) or a directory with a model [pretrained for mobilenet_v2, hf: and timm:, else random]",
     )
     lr: float = option(1e-4, "learning rate of Adam")
     weight_decay: float = option(1e-4, "weight decay of Adam")

@@ -44,6 +44,8 @@ class RunPlan(RunOptions):
             raise UserError(f"{where} has no {missing[0]}: it is not the plan of a run")
         if content["guards"] == "auto":  # of an earlier version, which wrote so for a stream that is not live
             content = {**content, "guards": "off"}
+        if content.get("init") is None:  # of an earlier version, which had no public weights by name
+            content = {**content, "init": "random"}
         return cls(**content)
 
     @property
@@ -84,6 +86,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     segment = options.buffer if options.segment is None else options.segment
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
+    architecture = resolve_architecture(options, stream.size)
     filled = {
         "source": absolute_source(options.source),
         "images": images,
@@ -91,7 +94,8 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "batch": batch,
         "segment": segment,
         "size": stream.size,
-        **resolve_architecture(options, stream.size)._asdict(),
+        **architecture._asdict(),
+        "init": options.init or architecture.usual_init,
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }
