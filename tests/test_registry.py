@@ -5,6 +5,7 @@ import json
 import mmap
 import shutil
 import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     def offline(url, timeout):
         raise urllib.error.URLError("no network")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", offline)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     monkeypatch.setattr(data.shutil, "which", lambda name: None)
     return cache
 
@@ -63,7 +64,7 @@ def serve(monkeypatch, known, files):
 
     md5 = {url: hashlib.md5(content).hexdigest() for url, content in files.items()}
     monkeypatch.setitem(data.DATASETS, known, data.Dataset(**{**vars(data.DATASETS[known]), "urls": md5}))
-    monkeypatch.setattr(data.urllib.request, "urlopen", lambda url, timeout: Answer(files[url]))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Answer(files[url]))
     return md5
 
 
@@ -193,7 +194,7 @@ def test_a_site_that_talks_nonsense_is_passed_over(monkeypatch):
     def nonsense(url, timeout):
         raise http.client.BadStatusLine("?")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", nonsense)
+    monkeypatch.setattr(urllib.request, "urlopen", nonsense)
     with pytest.raises(UserError, match="--from PATH"):
         data.get("cifar10")
 

@@ -22,11 +22,11 @@ from streamclr.compute.adam import Adam
 from streamclr.compute.chunked import backward, check_can_chunk
 from streamclr.compute.memory import MemoryPlan, make_plan
 from streamclr.compute.ranks import OneProcess
-from streamclr.encoders.architecture import make_encoder
 from streamclr.encoders.inference import checked_images, seeded
 from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
 from streamclr.encoders.stages import set_trained
+from streamclr.encoders.weights import make_encoder
 from streamclr.loss import nt_xent
 from streamclr.policy import POLICIES, Policy, check_resumable, load_policy_state, policy_name, policy_state
 from streamclr.scenes import REACH, draw_neighbours, find_scenes

@@ -32,10 +32,9 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
     """
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}: use auto, {', '.join(PRECISIONS)}")
+    check_precision(model, precision)
     if precision == "fp32":
         return model
-    if not can_fold(model):
-        raise UserError(f"precision {precision!r} is for a streamclr ResNet with BatchNorm: use fp32 or auto")
     assert isinstance(model, ContrastiveModel)
     assert isinstance(model.encoder, ResNet)
     folded = FoldedResNet(model.encoder, torch.half if precision == "half" else torch.float32)
@@ -44,6 +43,12 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
         few = images[:: max(1, len(images) // N_CALIBRATION)][:N_CALIBRATION].to(model.mean.device)
         encode = Int8ResNet(folded, model.standardise(few / 255))
     return lambda x: model.project(encode(model.standardise(x)))
+
+
+def check_precision(model: nn.Module, precision: str) -> None:
+    """An error if the model cannot be computed in this precision."""
+    if precision not in ("auto", "fp32") and not can_fold(model):
+        raise UserError(f"precision {precision!r} is for a streamclr ResNet with BatchNorm: use fp32 or auto")
 
 
 def can_fold(model: nn.Module) -> bool:

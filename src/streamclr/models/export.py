@@ -17,6 +17,7 @@ from streamclr.base.options import argument, one_of, option
 from streamclr.base.progress import say
 from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier
+from streamclr.encoders.public import is_adapter, short_name
 from streamclr.models.card import Card
 from streamclr.models.formats.executorch import make_executorch, open_executorch
 from streamclr.models.formats.onnx_file import looked_again, make_onnx, open_onnx
@@ -64,6 +65,7 @@ def export(
 ) -> tuple[Path, Parity]:
     """Write the file, compare it with PyTorch on real images, and write the result beside it, into FILE.json."""
     kind = _checked(format, int8, pure)
+    _check_encoder(directory.config.encoder, format, int8)
     name = directory.path.resolve().name + ("-int8" if int8 else "")
     file = directory.path / f"{name}{kind.suffix}" if out is None else out
     found = file.with_name(f"{file.name}.json")
@@ -109,7 +111,12 @@ def describe(
         "format_version": VERSION,
         "classes": head.classes,
         "size": config.size,
-        "encoder": {"name": config.encoder, "width": config.width, "stem": config.stem, "norm": config.norm},
+        "encoder": {
+            "name": short_name(config.encoder),
+            "width": config.width,
+            "stem": config.stem,
+            "norm": config.norm,
+        },
         "state": encoder,
         "source": kind_of(config.source),
         "policy": config.policy,
@@ -212,3 +219,15 @@ def _checked(format: str, int8: bool, pure: bool) -> Format:
     if missing := [name for name in kind.packages if not find_spec(name)]:
         raise UserError(f"{format} needs {', '.join(missing)}: pip install -c constraints.txt -e '.[{kind.extra}]'")
     return kind
+
+
+def _check_encoder(encoder: str, format: str, int8: bool) -> None:
+    """What an encoder of another library can be exported to."""
+    if not is_adapter(encoder):
+        return
+    if format in ("torch", "pretrained"):
+        raise UserError(
+            f"{format} builds the encoder by its name, and {short_name(encoder)} is not streamclr's: use onnx"
+        )
+    if int8:
+        raise UserError(f"--int8 is for streamclr's own encoders, and the run has {short_name(encoder)}: leave it out")

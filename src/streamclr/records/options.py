@@ -7,7 +7,7 @@ from typing import Any
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
-from streamclr.encoders.architecture import ENCODERS
+from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
 from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH
 from streamclr.policy import POLICIES
@@ -76,7 +76,9 @@ class ModelOptions:
     """The encoder and how it is trained: what all devices of a fleet have in common."""
 
     encoder: str | None = option(
-        None, f"the base encoder: {', '.join(ENCODERS)} [mobilenet_v2; resnet18 if --width, --stem or --norm is given]"
+        None,
+        f"the base encoder: {', '.join((*ENCODERS, *ADAPTERS))} "
+        "[mobilenet_v2; resnet18 if --width, --stem or --norm is given]",
     )
     width: int | None = option(None, "channels of a ResNet's first stage [64]")
     stem: str | None = option(
@@ -88,7 +90,8 @@ class ModelOptions:
     )
     init: str | None = option(
         None,
-        "start from these encoder weights (.safetensors, torchvision's names), or this directory with a whole model",
+        "start from pretrained (public weights), random, encoder weights in a file (.safetensors or .pth with "
+        "torchvision's names) or a directory with a model [pretrained for mobilenet_v2, hf: and timm:, else random]",
     )
     lr: float | None = option(
         None, f"learning rate of Adam [{ADAPT.lr:g} for a public encoder, {FROM_SCRATCH.lr:g} from scratch]"

@@ -53,6 +53,8 @@ class RunPlan(RunOptions):
             raise UserError(f"{where} has no {missing[0]}: it is not the plan of a run")
         if content["guards"] == "auto":  # of an earlier version, which wrote so for a stream that is not live
             content = {**content, "guards": "off"}
+        if content.get("init") is None:  # of an earlier version, which had no public weights by name
+            content = {**content, "init": "random"}
         return cls(**content)
 
     @property
@@ -120,6 +122,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "segment": segment,
         "size": stream.size,
         **architecture._asdict(),
+        "init": options.init or architecture.usual_init,
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from streamclr.base.download import download
 from streamclr.base.errors import UserError
 from streamclr.base.machine import cache_dir
 from streamclr.base.options import one_of
@@ -245,12 +245,7 @@ def _from_site(known: Dataset, directory: Path) -> Path:
     file = directory
     for url, md5 in known.urls.items():
         file = directory / url.rsplit("/", 1)[1]
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            size = int(answer.headers.get("Content-Length", 0)) or None
-            with file.open("wb") as out, Progress(f"getting {file.name}", size) as bar:
-                while chunk := answer.read(2**20):
-                    out.write(chunk)
-                    bar.advance(len(chunk))
+        download(url, file)
         _check(file, "md5", md5)
     return file
 
