@@ -255,7 +255,7 @@ def test_the_plan_says_what_the_run_started_from(official, tmp_path):
     [
         ({"encoder": "resnet18", "init": "pretrained"}, "give --stem imagenet$"),
         ({"encoder": "resnet18", "init": "pretrained", "width": 8, "stem": "imagenet"}, "give --width 64$"),
-        ({"encoder": "resnet18", "init": "pretraind"}, "init is 'pretraind'.*did you mean 'pretrained'"),
+        ({"encoder": "resnet18", "init": "pretraind"}, "no file pretraind for init: did you mean 'pretrained'"),
         ({"encoder": "math:sqrt", "init": "pretrained"}, "math:sqrt brings its own weights: leave --init out"),
     ],
 )

@@ -73,9 +73,7 @@ def model_from(asked: Architecture, size: int, init: str) -> ContrastiveModel:
         if init == "pretrained" and (official := _official(asked)) != asked:
             raise UserError(f"public weights are of {official}, not of {asked}: give {_flags(official, asked)}")
         if init not in INITS and not Path(init).is_file():
-            raise UserError(
-                f"init is {init!r}, and there is no such file: {one_of(init, INITS)}, a file or a directory"
-            )
+            raise UserError(f"no file {init} for init: {one_of(init, INITS)}, a file or a directory")
         model = asked.make_model()
         if init != "random":
             load_encoder(model.encoder, pretrained_file(name) if init == "pretrained" else Path(init))

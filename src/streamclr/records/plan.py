@@ -95,7 +95,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "segment": segment,
         "size": stream.size,
         **architecture._asdict(),
-        "init": options.init or architecture.usual_init,
+        "init": architecture.usual_init if options.init is None else options.init,
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }

@@ -28,7 +28,7 @@ from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 def initial_model(options: ModelOptions, size: int) -> ContrastiveModel:
     """What a run starts from: public or random weights, an encoder from a file, or a model with its projection head."""
     asked = resolve_architecture(options, size)
-    init = options.init or asked.usual_init
+    init = asked.usual_init if options.init is None else options.init
     if init in INITS or not Path(init).is_dir():
         with seeded(options.seed):
             return model_from(asked, size, init)
