@@ -162,7 +162,7 @@ def test_compare(folder, tmp_path, capsys):
         (["run", "--polcy", "fifo"], "did you mean '--policy'"),
         (["run", "--policy", "lifo"], "no policy 'lifo': did you mean 'fifo'?"),
         (["run", "--buffer", "many"], "--buffer is 'many': use a whole number"),
-        (["run", "--buffer", "1"], "buffer_size is 1: use at least 2"),
+        (["run", "--buffer", "1"], "buffer is 1: use at least 2 images"),
         (["run", "--source", "nowhere"], "no source 'nowhere'"),
         (["run", "--source", "folder:nowhere"], "no directory 'nowhere'"),
         (["run", "--source"], "expected one argument"),

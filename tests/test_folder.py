@@ -125,6 +125,7 @@ def test_labels_by_arrival_when_images_were_passed_over(tmp_path):
     first, rest = open_stream(f"folder:{tmp_path}?stc=4&seed=2").read(11), resumed.read(49)
     seen = [value // 50 for value in values(torch.cat([first, rest]))]  # the class, by its colour
     assert resumed.labels(torch.arange(60)).tolist() == seen
+    assert resumed.tracks(torch.arange(60)) is None
     assert resumed.account.rejected == {"empty": resumed.position - 60}
     assert resumed.account.is_balanced
 

@@ -35,7 +35,7 @@ def events(path):
 
 @pytest.mark.parametrize("damage", [break_gradient, break_statistic, break_weight])
 def test_a_step_whose_numbers_break_changes_nothing(damage):
-    learner = Learner(resnet18(width=1), buffer_size=8, seed=1)
+    learner = Learner(resnet18(width=1), buffer=8, seed=1)
     images = torch.randint(256, (3, 8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     learner.learn_many(images[0])
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_three_in_a_row_end_the_run_loudly_and_no_checkpoint_is_infected(config,
 def test_nan_in_the_input_is_refused():
     for images in (torch.full((4, 3, 8, 8), math.nan), torch.rand(4, 3, 8, 8)):
         with pytest.raises(UserError, match=r"torch\.float32: give torch\.uint8"):
-            Learner(resnet18(width=1), buffer_size=4).learn_many(images)
+            Learner(resnet18(width=1), buffer=4).learn_many(images)
 
 
 def test_collapse_is_told_once(config, monkeypatch, capsys):
@@ -117,7 +117,7 @@ def test_collapse_is_told_once(config, monkeypatch, capsys):
 
 
 def test_the_spread_tells_alike_from_different():
-    learner = Learner(resnet18(width=2), buffer_size=8, seed=1)
+    learner = Learner(resnet18(width=2), buffer=8, seed=1)
     images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
     assert learner.learn_many(images).spread > 0.01
     with torch.no_grad():

@@ -162,7 +162,7 @@ def test_a_damaged_header_is_found_too(cache, tmp_path):
 
 def test_the_cache_is_mapped_not_copied(cache, tmp_path):
     data.get("cifar10", write(tmp_path / "x", as_binary(make_batches(10))))
-    for array in data.load("cifar10"):
+    for array in data.load("cifar10")[:4]:  # it has no tracks
         while isinstance(array, np.ndarray):
             array = array.base
         assert isinstance(array, mmap.mmap)

@@ -150,7 +150,7 @@ def test_fine_tuning_starts_from_the_given_weights(config, tmp_path):
         ({"device": "tpu9"}, "no device 'tpu9'"),
         ({"lr": float("nan")}, r"lr \(nan\)"),
         ({"segment": 0}, "segment is 0"),
-        ({"buffer": 1}, "buffer_size is 1"),
+        ({"buffer": 1}, "buffer is 1: use at least 2 images"),
         ({"batch": 9}, "batch_size is 9"),
         ({"policy": "contrats"}, "did you mean 'contrast'"),
         ({"policy": "fifo", "rescore_every": 5}, "--rescore-every is for the policy contrast"),

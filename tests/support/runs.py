@@ -18,7 +18,8 @@ from support.images import make_folder, random_images
 
 
 def run_plan(**options):
-    filled = {"size": 32, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
+    filled = {"size": 32, "buffer": 256, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
+    filled |= {"encoder": "resnet18", "policy": "contrast", "lr": 1e-4, "temperature": 0.5}
     return RunPlan(**filled | options)
 
 

@@ -44,8 +44,9 @@ class Architecture(NamedTuple):
     ) -> "Architecture":
         """With every default filled in, for images of this size; what does not fit together is refused."""
         if encoder in RESNETS:
-            small = "small" if size < 64 else "imagenet"
-            return cls(encoder, 64 if width is None else width, stem or small, norm or "batch", projection or "plain")
+            stem = ("small" if size < 64 else "imagenet") if stem is None else stem
+            norm = "batch" if norm is None else norm
+            return cls(encoder, 64 if width is None else width, stem, norm, projection or "plain")
         encoder = resolved_name(encoder) if is_adapter(encoder) else _known(encoder)
         for name, value in (("width", width), ("stem", stem), ("norm", norm)):
             if value is not None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.compute.memory import parse_size
+from streamclr.base.options import parse_size
 from streamclr.records.label_budget import (
     DIGEST_SIZE,
     HEADER_SIZE,
     N_CANDIDATES_EACH,
     LabelBudget,
-    n_that_fit,
+    n_candidates_that_fit,
     record_size,
 )
 from streamclr.records.plan import RunPlan
@@ -65,7 +65,7 @@ def open_candidates(path: Path, plan: RunPlan) -> Candidates | None:
     """The candidates of a run in its directory; None if nobody is to be asked."""
     if plan.label_budget is None:
         return None
-    room = n_that_fit(parse_size(plan.label_disk), plan.size)
+    room = n_candidates_that_fit(parse_size(plan.label_disk), plan.size)
     n_asked = LabelBudget.parse(plan.label_budget).images
     capacity = room if n_asked is None else min(room, N_CANDIDATES_EACH * n_asked)
     return Candidates(path / "candidates.bin", capacity, (3, plan.size, plan.size), plan.seed)

@@ -22,6 +22,7 @@ from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
+from streamclr.scenes import REACH
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
@@ -70,12 +71,16 @@ def make_learner(plan: RunPlan) -> Learner:
     return Learner(
         model,
         policy,
-        buffer_size=plan.buffer,
+        buffer=plan.buffer,
         batch_size=plan.batch,
         updates_per_segment=plan.updates,
         temperature=plan.temperature,
         lr=plan.lr,
         weight_decay=plan.weight_decay,
+        views=plan.views,
+        positives=plan.positives or "views",  # a plan of an earlier version does not say
+        train=plan.train or "all",
+        reach=plan.reach or REACH,
         memory=plan.memory,
         compile=plan.compile,
         seed=plan.seed,

@@ -38,6 +38,11 @@ class Stream(Protocol):
     @property
     def size(self) -> int: ...  # side of the images in pixels
 
+    @property
+    def fps(self) -> float | None:
+        """Frames a second, where that is known before they come."""
+        return None
+
     def segments(
         self, n: int, until: int | None = None, idle: Idle = never, arrived: Arrived | None = None
     ) -> Generator[Tensor]:
@@ -57,6 +62,10 @@ class Stream(Protocol):
     def labels(self, arrivals: Tensor) -> Tensor:
         """The labels of images by the order in which they were handed out: skipped images are not counted."""
         ...
+
+    def tracks(self, arrivals: Tensor) -> Tensor | None:
+        """The tracks of images, int64, numbered as for `labels`. None: not known."""
+        return None
 
     def take_events(self) -> list[tuple[str, str]]:
         """Camera and event, such as a lost connection, since the last call."""
@@ -85,7 +94,6 @@ class DatasetStream(Stream):
 
     exact = True
     overload = "wait"
-    fps = None
 
     def __init__(self, source: Source):
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
@@ -124,10 +132,17 @@ class DatasetStream(Stream):
         return torch.cat(parts)
 
     def labels(self, arrivals: Tensor) -> Tensor:
+        return torch.from_numpy(self.source.labels(self._numbers(arrivals)))
+
+    def tracks(self, arrivals: Tensor) -> Tensor | None:
+        tracks = self.source.tracks(self._numbers(arrivals))
+        return None if tracks is None else torch.from_numpy(tracks)
+
+    def _numbers(self, arrivals: Tensor) -> np.ndarray:
+        """The numbers in the source of images that were handed out."""
         skipped = np.array(self._skipped, np.int64)  # one copy: another thread may be reading
         before = skipped - np.arange(len(skipped))  # images handed out before each skipped one
-        numbers = arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
-        return torch.from_numpy(self.source.labels(numbers))
+        return arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
 
     def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
         while len(images := self.read(n, until)):
@@ -163,6 +178,9 @@ class Shard(Source):
 
     def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self.whole.labels(self._in_whole(numbers))
+
+    def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
+        return self.whole.tracks(self._in_whole(numbers))
 
     def _in_whole(self, numbers: np.ndarray) -> np.ndarray:
         return (numbers // self.segment * self.n + self.index) * self.segment + numbers % self.segment

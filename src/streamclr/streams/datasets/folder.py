@@ -16,6 +16,8 @@ from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natu
 class FileImages:
     """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels."""
 
+    tracks: np.ndarray | None = None
+
     def __init__(self, paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int | None):
         self.paths, self.labels, self.classes = paths, np.array(labels, np.int64), classes
         self.size = checked_size(_default_size(paths) if size is None else size)
