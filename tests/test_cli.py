@@ -193,6 +193,8 @@ def test_compare(folder, tmp_path, capsys):
         (["data", "put", "cifar10"], "no command 'data put': did you mean 'data get'?"),
         (["data"], "a command must follow 'streamclr data': use get"),
         (["data", "get", "mnist"], "no dataset 'mnist'"),
+        (["models", "get", "mobilenet"], "no public weights of 'mobilenet': did you mean 'mobilenet_v2'?"),
+        (["models", "get", "resnet18", "--from", "nowhere"], "no file nowhere: give resnet18-f37072fd.pth"),
         (["data", "get", "cifar10", "--from", "nowhere"], "no files of CIFAR-10 at nowhere"),
         (["data", "get", "cifar10", "--from", ""], "no files of CIFAR-10 at ."),
         (["run", "--source", f"cifar10:{__file__}"], "is not a whole archive"),

