@@ -60,14 +60,14 @@ def test_a_model_of_transformers_learns_and_comes_back(name, saved):
     model = make_encoder(f"hf:{saved(name)}", 32)
     weights, own = torch.load(saved(name) / "state.pth"), model.encoder.model.state_dict()
     assert all(torch.equal(own[key], weights[key]) for key in own)  # none of them is random
-    learner = Learner(model, buffer_size=8, device="cpu")
+    learner = Learner(model, buffer=8, device="cpu")
     learner.learn_many(random_images(8))
     assert not all(torch.equal(own[key], weights[key]) for key in own)
     before, states = learner.extractor()(random_images(4)), torch.get_rng_state()
     with torch.device("meta"):
         again = Architecture.resolve(f"hf:{saved(name)}", 32).make_model()
     load_weights(again, learner.model.state_dict(), "the learner", assign=True)
-    assert torch.equal(Learner(again, buffer_size=8, device="cpu").extractor()(random_images(4)), before)
+    assert torch.equal(Learner(again, buffer=8, device="cpu").extractor()(random_images(4)), before)
     assert torch.equal(torch.get_rng_state(), states)  # a step under way would draw other numbers
 
 

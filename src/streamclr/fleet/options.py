@@ -109,9 +109,9 @@ class KeysOptions:
     days: int = option(825, "how long the certificate is valid")
 
 
-def check_encoder(encoder: str) -> None:
-    """A device builds what the server names: never a model from elsewhere, or a function."""
-    if encoder not in ENCODERS:
+def check_encoder(encoder: str | None) -> None:
+    """A device builds what the server names: never a model from elsewhere, or a function. None is the usual one."""
+    if encoder and encoder not in ENCODERS:
         raise UserError(f"a fleet has one of streamclr's own encoders, not {encoder!r}: {one_of(encoder, ENCODERS)}")
 
 
