@@ -29,6 +29,7 @@ class StrongViews:
         and 1 from there on, as SimCLR does for CIFAR-10 and ImageNet.
     jitter, grey: probabilities of the colour jitter and of grey.
     blur: probability of a Gaussian blur; None is 0 below 64 px and 0.5 from there on.
+    flip: mirror half of the views; leave it out where a mirror image means something else, as with signs and text.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class StrongViews:
         jitter: float = 0.8,
         grey: float = 0.2,
         blur: float | None = None,
+        flip: bool = True,
     ):
         if not (isinstance(scale, tuple | list) and len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1):
             raise UserError(f"scale is {scale}: use the smallest and largest share of the image, as (0.2, 1.0)")
@@ -47,6 +49,7 @@ class StrongViews:
             if probability is not None and not 0 <= probability <= 1:
                 raise UserError(f"{name} is {probability}: use a probability, 0 to 1")
         self.scale, self.strength, self.jitter, self.grey, self.blur = scale, strength, jitter, grey, blur
+        self.flip = flip
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """One view of each stored uint8 image: n x 3 x H x W in [0, 1], on the images' device."""
@@ -69,7 +72,7 @@ class StrongViews:
         first = fits.int().argmax(1, keepdim=True)
         width, height = (torch.where(fits, side, 1.0).gather(1, first)[:, 0] for side in (width, height))
         left, top = (1 - width) * uniform(-1, 1), (1 - height) * uniform(-1, 1)  # centre, in [-1, 1]
-        mirror = (uniform(0, 1) < 0.5).float() * 2 - 1
+        mirror = (uniform(0, 1) < 0.5).float() * 2 - 1 if self.flip else 1.0
         crop = torch.zeros(n, 2, 3, device=device)
         crop[:, 0, 0], crop[:, 0, 2], crop[:, 1, 1], crop[:, 1, 2] = width * mirror, left, height, top
         s = min(1.0, 0.8 * strength)
