@@ -20,6 +20,7 @@ from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
+from streamclr.stage_two import check_classifier
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
@@ -85,6 +86,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     stream = open_run_stream(options)
     plan = resolve(options, stream)
     _ = plan.duty_share
+    check_classifier(plan.classifier)
     if ranks is not None and ranks.n > 1:
         stream = own_stream(plan, stream, ranks)
     if plan.serve:

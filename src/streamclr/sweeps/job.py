@@ -24,6 +24,8 @@ from streamclr.streams.datasets import registry as data
 from streamclr.sweeps.origin import Origin, origin, origin_of
 
 Result = dict[str, Any]
+# What options meant when the first results were kept, where that is not the default now: the keys of results stay the same.
+FIRST_DEFAULTS = {"width": 64, "norm": "batch", "projection": "plain", "classifier": "paper"}
 DESCRIPTION, RESULT, LOG = "job.json", "result.json", "log.txt"  # in the directory of a job
 
 
@@ -40,11 +42,11 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The file name of its result: a hash of its name and of the arguments that differ from the defaults."""
+        """The file name of its result: a hash of its name and of the arguments that differ from the first defaults."""
         special = {
             name: value
             for name, value in self.arguments.items()
-            if name not in NOT_THE_RUNS and value != getattr(RunOptions, name, None)
+            if name not in NOT_THE_RUNS and value != FIRST_DEFAULTS.get(name, getattr(RunOptions, name, None))
         }
         content = json.dumps([self.name, special], sort_keys=True)
         return f"{self.title}-{hashlib.sha256(content.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")

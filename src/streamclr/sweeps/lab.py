@@ -28,9 +28,19 @@ from streamclr.sweeps.places import ON, open_place, work
 # The paper's settings for CIFAR-10 (Sec. IV-A), and smaller ones for two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is exact in both, so that no table depends on what is fast on a machine.
 SCALES = {
-    "paper": RunOptions(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
+    "paper": RunOptions(
+        source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50, classifier="paper"
+    ),
     "cpu": RunOptions(
-        source="cifar10", stc=500, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1
+        source="cifar10",
+        stc=500,
+        width=8,
+        stem="half",
+        lr=3e-3,
+        images=500_000,
+        probes=20,
+        classifier="paper",
+        checkpoint_minutes=1,
     ),
 }
 # What the time of a step depends on.
