@@ -86,16 +86,12 @@ class Validation(NamedTuple):
 
 
 def cross_validate(
-    features: Tensor,
-    labels: Tensor,
-    n_classes: int,
-    weights: Tensor | None = None,
-    groups: Tensor | None = None,
+    features: Tensor, labels: Tensor, n_classes: int, weights: Tensor | None = None, groups: Tensor | None = None
 ) -> Validation:
     """The best decay, and how many labels are predicted correctly by classifiers that were not trained on them.
 
-    Only labels that a person gave are tested. A label is tested with the decay that is best for the other folds, so that
-    the choice does not flatter the result.
+    Only labels that a person gave are tested. A label is tested with the decay that is best for the other folds, so
+    that the choice does not flatter the result.
     """
     labels = checked_labels(labels, n_classes, len(features))
     weights = _checked_weights(weights, labels)
@@ -159,8 +155,8 @@ def _checked_groups(groups: Tensor | None, labels: Tensor) -> Tensor:
 
 
 def _reduced(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows with a 1 at their end, for the bias. With fewer rows than features: their coordinates in an orthonormal basis
-    of the rows (d x n). The best weights lie in it, because any other part only adds to their squares."""
+    """Rows with a 1 at their end, for the bias. With fewer rows than features: their coordinates in an orthonormal
+    basis of the rows (d x n). The best weights lie in it, because any other part only adds to their squares."""
     basis = None
     if len(x) < x.shape[1]:
         basis, coordinates = torch.linalg.qr(x.T)
@@ -169,13 +165,18 @@ def _reduced(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _minimum(x: Tensor, labels: Tensor, weights: Tensor, decay: float, start: Tensor) -> Tensor:
-    """L-BFGS on the weighted mean cross-entropy + decay · |weights|²; n classes x columns of x, the last is the bias."""
+    """Of the weighted mean cross-entropy + decay · |weights|²: n classes x columns of x, the last is the bias."""
     found, shares = start.clone(), (weights / weights.sum())[:, None]
     targets = F.one_hot(labels, len(found)).to(x)
     decays = torch.full((x.shape[1],), decay)
     decays[-1] = 0
     optimizer = torch.optim.LBFGS(
-        [found], max_iter=200, history_size=10, tolerance_grad=1e-5, tolerance_change=1e-8, line_search_fn="strong_wolfe"
+        [found],
+        max_iter=200,
+        history_size=10,
+        tolerance_grad=1e-5,
+        tolerance_change=1e-8,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:  # the gradient is written out: autograd would take half of the time
@@ -267,7 +268,9 @@ def _rows_of(images: Tensor | ImagesByNumber, rows: Tensor) -> Tensor:
 
 def features_of(model: ContrastiveModel, images: Tensor | ImagesByNumber, n: int) -> Tensor:
     """Of n images, n x d on the CPU."""
-    return torch.cat([infer(model, _rows_of(images, rows), model.features).cpu() for rows in torch.arange(n).split(256)])
+    return torch.cat(
+        [infer(model, _rows_of(images, rows), model.features).cpu() for rows in torch.arange(n).split(256)]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

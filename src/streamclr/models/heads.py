@@ -220,7 +220,7 @@ class Heads:
 
         models: of the heads that have an encoder of their own.
         """
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for fraction, head in heads.items():
             tensors |= {f"{fraction}/{name}": t for name, t in _tensors_of(head, (models or {}).get(fraction)).items()}
         save_tensors(self.fractions_file, tensors)

@@ -98,8 +98,8 @@ class EvaluationOptions:
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
     classifier: str = option(
         "auto",
-        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), auto (the better one on labels "
-        "held back), or paper (linear, with the paper's Adam)",
+        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), auto (the better one on "
+        "labels held back), or paper (linear, with the paper's Adam)",
     )
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")

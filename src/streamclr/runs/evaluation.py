@@ -136,7 +136,12 @@ def train_supervised(
 
 
 def train_classifier(
-    classifier: str, model: ContrastiveModel, train: Images, known: Extracted, public: ContrastiveModel | None, seed: int
+    classifier: str,
+    model: ContrastiveModel,
+    train: Images,
+    known: Extracted,
+    public: ContrastiveModel | None,
+    seed: int,
 ) -> Chosen:
     """A classifier from labelled images whose features are known."""
     features, labels, numbers = known
@@ -146,7 +151,11 @@ def train_classifier(
         return Chosen("paper", train_head(features, labels, n_classes, seed=seed), "paper: as asked")
     is_for_linear = len(labels) > MAX_LABELS_TUNED and classifier == "auto"
     if classifier == "linear" or is_for_linear:
-        why = f"{len(labels):,} labels, and auto fine-tunes on {MAX_LABELS_TUNED:,} at most" if is_for_linear else "as asked"
+        why = (
+            f"{len(labels):,} labels, and auto fine-tunes on {MAX_LABELS_TUNED:,} at most"
+            if is_for_linear
+            else "as asked"
+        )
         return Chosen("linear", fit_linear(features, labels, n_classes, groups=groups), f"linear: {why}")
     images = _images_of(train, numbers)
     if classifier == "finetuned":

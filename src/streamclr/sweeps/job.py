@@ -24,7 +24,7 @@ from streamclr.streams.datasets import registry as data
 from streamclr.sweeps.origin import Origin, origin, origin_of
 
 Result = dict[str, Any]
-# What options meant when the first results were kept, where that is not the default now: the keys of results stay the same.
+# The defaults when the first results were kept, where they are others now: the keys of results stay the same.
 FIRST_DEFAULTS = {"width": 64, "norm": "batch", "projection": "plain", "classifier": "paper"}
 DESCRIPTION, RESULT, LOG = "job.json", "result.json", "log.txt"  # in the directory of a job
 
