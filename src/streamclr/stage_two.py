@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -166,6 +166,8 @@ def _reduced(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _minimum(x: Tensor, labels: Tensor, weights: Tensor, decay: float, start: Tensor) -> Tensor:
     """Of the weighted mean cross-entropy + decay · |weights|²: n classes x columns of x, the last is the bias."""
+    if not x.isfinite().all():  # of an encoder that broke: nothing can be learned, and the search would not end well
+        return torch.full_like(start, math.nan)
     found, shares = start.clone(), (weights / weights.sum())[:, None]
     targets = F.one_hot(labels, len(found)).to(x)
     decays = torch.full((x.shape[1],), decay)
@@ -316,9 +318,7 @@ def choose_classifier(
     public: ContrastiveModel | None = None,
     kinds: Sequence[str] = tuple(KINDS),
     features: Tensor | None = None,
-    steps: int = STEPS,
-    seed: int = 0,
-    quiet: bool = False,
+    **tuning: Any,
 ) -> Chosen:
     """Train each candidate on four fifths of the labels, test it on the others, and train the best on all of them.
 
@@ -328,6 +328,7 @@ def choose_classifier(
     weights, groups, images: see `fit_linear` and `fine_tune`.
     public: the encoder before it learned from the stream, as a further candidate.
     features: those of the images by the model, if they are known.
+    tuning: other options of `fine_tune`.
     """
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
     weights, groups = _checked_weights(weights, labels), _checked_groups(groups, labels)
@@ -344,7 +345,7 @@ def choose_classifier(
             own = known_features[id(one.model)][rows]
             return one.model, fit_linear(own, labels[rows], n_classes, weights[rows], groups[rows])
         pixels = images[rows] if isinstance(images, Tensor) else lambda n: images(rows.numpy()[n])
-        return fine_tune(one.model, pixels, labels[rows], n_classes, weights[rows], steps, seed=seed, quiet=quiet)
+        return fine_tune(one.model, pixels, labels[rows], n_classes, weights[rows], **tuning)
 
     held_back = folds_of(labels, groups) == 0
     tested = (held_back & (weights >= 1)).nonzero().flatten()

@@ -206,7 +206,9 @@ class LabelSession:
             return
         encoder = PUBLIC if chosen.is_public else self.model_of
         n_labels = trained.n_labels
-        self.heads.save_labelled(chosen.head, classes, encoder, n_labels, accuracy, chosen.kind, chosen.model)
+        n_tested = chosen.n_held_back if is_asked else None
+        parts = chosen.head, classes, encoder, n_labels, accuracy, n_tested, chosen.kind, chosen.model
+        self.heads.save_labelled(*parts)
         if accuracy is not None:
             history = [point for point in self.history() if point[0] < n_labels]
             self.labels.note("history", json.dumps([*history, [n_labels, accuracy]][-1000:]))

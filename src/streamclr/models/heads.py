@@ -91,7 +91,7 @@ class Heads:
         if not self.labelled_file.exists():
             return None
         about = json.loads(load_metadata(self.labelled_file)["about"])
-        labels = f"{about['n_labels']} labels that a person gave"
+        labels, n_tested = f"{about['n_labels']} labels that a person gave", about.get("n_tested")
         return HeadInfo(
             name=f"the head from {labels}",
             chosen_by=str(self.path),
@@ -99,7 +99,7 @@ class Heads:
             classes=about["classes"],
             n_labels=about["n_labels"],
             accuracy=about.get("accuracy"),
-            measured=f"cross-validation of {labels}",
+            measured=f"{n_tested} held back of {labels}" if n_tested else f"cross-validation of {labels}",
             encoder=about["encoder"],
             kind=about.get("classifier", "linear"),
             has_encoder=any(name.startswith(MODEL) for name in tensor_names(self.labelled_file)),
@@ -233,15 +233,18 @@ class Heads:
         encoder: str,
         n_labels: int,
         accuracy: float | None,
+        n_tested: int | None = None,
         kind: str = "linear",
         model: ContrastiveModel | None = None,
     ) -> None:
         """The head from a person's answers.
 
         encoder: the state of the encoder that it was trained on.
+        n_tested: labels that were held back for the accuracy; None: all, a part at a time.
         model: with an encoder of its own.
         """
-        about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy, "classifier": kind}
+        about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy}
+        about |= {"n_tested": n_tested, "classifier": kind}
         save_tensors(self.labelled_file, _tensors_of(head, model), about=json.dumps(about))
 
     def forget_labelled(self) -> None:
