@@ -80,7 +80,7 @@ def _tell(trained: Training | None, session: LabelSession, run: str) -> None:
         print("no classifier yet: the labels are of fewer than two classes")
         return
     accuracy = "" if trained.accuracy is None else f", {percent(trained.accuracy)} right on labels held back"
-    if session.message or trained.kind != "linear":
-        print(session.message or trained.why)
+    if told := session.message or trained.why:
+        print(told)
     encoder = "" if session.model_of == FINISHED else f" ({session.model_of}: train again after it has learned more)"
     print(f"classifier from {trained.n_labels} labels{accuracy}: streamclr predict {run} --source …{encoder}")

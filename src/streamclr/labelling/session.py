@@ -44,7 +44,7 @@ class Training:
     probabilities: Tensor  # n questions x classes
     n_labels: int
     kind: str  # of KINDS
-    why: str  # this kind
+    why: str  # this kind was chosen; empty if it was not tried against another
     accuracy: float | None = None  # on labels that were held back; None while there are too few
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
 
@@ -182,8 +182,7 @@ class LabelSession:
         if classifier == "linear":
             found = cross_validate(features, targets, n_classes, groups=groups)
             head = fit_linear(features, targets, n_classes, decay=found.decay)
-            why = "linear: as asked"
-            return Chosen("linear", head, why, right=found.right, n_held_back=found.n), head(self.features).softmax(1)
+            return Chosen("linear", head, "", right=found.right, n_held_back=found.n), head(self.features).softmax(1)
         model, model_of = self.directory.newest_model()
         if model_of != self.model_of:
             raise UserError(f"the run has learned on meanwhile, to {model_of}: try again")
