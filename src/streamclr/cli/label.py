@@ -10,9 +10,8 @@ from streamclr.base.options import argument, one_of, option
 from streamclr.base.table import percent
 from streamclr.labelling.exchange import export_labels, import_labels
 from streamclr.labelling.session import LabelSession, Training
-from streamclr.learner import find_device
 from streamclr.records.directory import FINISHED, RunDirectory
-from streamclr.runs.assemble import initial_model
+from streamclr.runs.assemble import public_model
 from streamclr.stage_two import KINDS
 from streamclr.web.server import PageOptions, ServeOptions, serve
 
@@ -64,7 +63,7 @@ def train_command(config: LabelTrainOptions) -> None:
         raise UserError(f"no classifier {config.classifier!r}: {one_of(config.classifier, CHOICES)}")
     plan = RunDirectory.existing(config.run).config
     with _questions_of(config.run) as session:
-        public = initial_model(plan, plan.size).to(find_device(plan.device)) if plan.init else None
+        public = None if config.classifier == "linear" else public_model(plan)
         _tell(session.train(config.classifier, public), session, config.run)
 
 

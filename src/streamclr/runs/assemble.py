@@ -13,7 +13,7 @@ from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel, load_encoder
 from streamclr.guards import Guarded
-from streamclr.learner import Learner
+from streamclr.learner import Learner, find_device
 from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import POLICIES, Policy
 from streamclr.records.options import ModelOptions, RunOptions
@@ -40,6 +40,11 @@ def initial_model(options: ModelOptions, size: int) -> ContrastiveModel:
         flags = " ".join(f"--{name} {value}" for name, value, other in own if value != other)
         raise UserError(f"{options.init} is {its}, not {asked}: give {flags}")
     return pretrained.model
+
+
+def public_model(plan: RunPlan) -> ContrastiveModel | None:
+    """The model as it was before the run; None if the run began with random weights."""
+    return initial_model(plan, plan.size).to(find_device(plan.device)) if plan.init else None
 
 
 def policy_options(policy: str) -> list[str]:

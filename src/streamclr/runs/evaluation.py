@@ -19,7 +19,7 @@ from streamclr.learner import checked_images
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan
-from streamclr.runs.assemble import initial_model
+from streamclr.runs.assemble import public_model
 from streamclr.stage_two import Chosen, ImagesByNumber, check_classifier, choose_classifier, fine_tune, fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
@@ -236,7 +236,7 @@ def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directo
     train, test = stream.train, stream.test
     if train is None or test is None:
         return {"labels": {}}
-    public = initial_model(plan, plan.size).to(model.mean.device) if plan.init else None
+    public = public_model(plan) if plan.classifier == "auto" else None
     results, chosen = evaluate(model, train, test, plan.label_fractions, plan.seed, plan.classifier, public)
     heads, models = ({f: getattr(one, part) for f, one in chosen.items()} for part in ("head", "model"))
     Heads(directory).save_fractions(heads, train.classes, models)
