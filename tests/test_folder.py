@@ -250,7 +250,7 @@ def test_a_bad_file_is_left_out_of_stage_two(tmp_path, model, capsys):
     said = capsys.readouterr().err
     assert said.count("left out: 1 of 24 labelled images") == 1
     assert "bee/2.png" in said
-    results, _ = evaluate(model, source.train, source.test, (1.0,))
+    results, _ = evaluate(model, source.train, source.test, (1.0,), classifier="linear")
     assert (results["n_test"], results["labels"]["1.0"]["n_labels"]) == (5, 23)
     train_supervised(lambda: resnet18(width=2), source.train, torch.arange(24), epochs=1)
     with pytest.raises(UserError, match="1 of 1 labelled images"):

@@ -25,7 +25,7 @@ from support.images import make_folder
 def config(tmp_path):
     return RunOptions(
         source=f"folder:{make_folder(tmp_path / 'images', size=8)}?stc=5", buffer=8, width=1, images=80, probes=0,
-        fractions="1", checkpoint_steps=1, out=str(tmp_path / "run"),
+        fractions="1", classifier="linear", checkpoint_steps=1, out=str(tmp_path / "run"),
     )  # fmt: skip
 
 
@@ -262,6 +262,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(config, tmp_path):
     import sys
 
     words = ["run", "--source", config.source, "--buffer", "8", "--width", "1", "--images", "40", "--probes", "0"]
+    words += ["--classifier", "linear"]
     command = [sys.executable, "-m", "streamclr", *words, "--fractions", "1", "--out", str(tmp_path / "run")]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 0

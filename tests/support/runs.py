@@ -47,7 +47,7 @@ def small_options(path):
     """Options of a run of 50 images of two classes, which are made in `path`."""
     return RunOptions(
         source=f"folder:{make_folder(path / 'images')}", buffer=8, width=2, lr=1e-3, stc=5, images=50, probes=2,
-        fractions="0.1,1", seed=4, out=str(path / "run"),
+        fractions="0.1,1", classifier="linear", seed=4, out=str(path / "run"),
     )  # fmt: skip
 
 

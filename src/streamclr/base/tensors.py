@@ -65,9 +65,15 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} is not a whole safetensors file ({error})") from None
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path, below: str = "") -> dict[str, Tensor]:
+    """below: only tensors whose names begin so, by the rest of their names."""
     with _opened(path) as content:
-        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        return {n.removeprefix(below): content.get_tensor(n) for n in content.keys() if n.startswith(below)}  # noqa: SIM118
+
+
+def tensor_names(path: Path) -> list[str]:
+    with _opened(path) as content:
+        return list(content.keys())
 
 
 def load_pth(path: Path) -> dict[str, Tensor]:

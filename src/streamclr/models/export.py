@@ -77,13 +77,14 @@ def export(
     learner, encoder = directory.newest_learner()
     model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
     heads = Heads(directory)
-    classifier = Classifier(model.cpu(), *heads.load_head(fraction, encoder), directory.config.size)
+    head = heads.find(fraction)
+    classifier = heads.classifier(head, (model, encoder)).cpu()
     if learner is None:
         results = directory.results or {}
         buffer, n_seen, n_steps = directory.load_buffer()["images"], results["images"], results.get("steps")
     else:
         buffer, n_seen, n_steps = learner["buffer"]["images"], learner["buffer"]["n_seen"], learner["n_steps"]
-    about = describe(directory, heads.find(fraction), encoder, n_seen, n_steps, int8)
+    about = describe(directory, head, head.state if head.has_encoder else encoder, n_seen, n_steps, int8)
     tested = images_to_test(directory)
     images = torch.cat([buffer, tested])
     content = kind.make(classifier, about, Calibration.of(buffer, pure) if int8 else None)
@@ -106,17 +107,13 @@ def describe(
 ) -> dict[str, Any]:
     """The metadata of the file: nothing about the machine, and of the source only its kind."""
     config = directory.config
+    model = config.architecture
     accuracy = None if head.accuracy is None else {"value": head.accuracy, "measured": head.measured}
     return {
         "format_version": VERSION,
         "classes": head.classes,
         "size": config.size,
-        "encoder": {
-            "name": short_name(config.encoder),
-            "width": config.width,
-            "stem": config.stem,
-            "norm": config.norm,
-        },
+        "encoder": {"name": short_name(model.encoder), "width": model.width, "stem": model.stem, "norm": model.norm},
         "state": encoder,
         "source": kind_of(config.source),
         "policy": config.policy,

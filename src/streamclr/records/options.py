@@ -127,7 +127,11 @@ class EvaluationOptions:
     """What is measured with the labels of a dataset."""
 
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
-    classifier: str = option("auto", "linear, finetuned, paper (its protocol), or auto: the best on held-back labels")
+    classifier: str = option(
+        "auto",
+        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), auto (the better one on "
+        "labels held back), or paper (linear, with the paper's Adam)",
+    )
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 

@@ -15,7 +15,7 @@ from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.weights import INITS, model_from
 from streamclr.guards import Guarded
-from streamclr.learner import Learner
+from streamclr.learner import Learner, find_device
 from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import POLICIES, ContrastScoring, Policy
 from streamclr.records.options import ModelOptions, RunOptions
@@ -23,6 +23,7 @@ from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_ar
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
 from streamclr.scenes import REACH
+from streamclr.stage_two import check_classifier
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
@@ -39,6 +40,11 @@ def initial_model(options: ModelOptions, size: int) -> ContrastiveModel:
         flags = " ".join(f"--{name} {value}" for name, value, other in own if value != other)
         raise UserError(f"{init} is {its}, not {asked}: give {flags}")
     return pretrained.model
+
+
+def public_model(plan: RunPlan) -> ContrastiveModel | None:
+    """The model as it was before the run; None if the run began with random weights."""
+    return initial_model(plan, plan.size).to(find_device(plan.device)) if plan.init != "random" else None
 
 
 def policy_options(policy: str) -> list[str]:
@@ -93,6 +99,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     stream = open_run_stream(options)
     plan = resolve(options, stream)
     _ = plan.duty_share
+    check_classifier(plan.classifier)
     if ranks is not None and ranks.n > 1:
         stream = own_stream(plan, stream, ranks)
     if plan.serve:

@@ -19,6 +19,8 @@ from streamclr.learner import checked_images
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan
+from streamclr.runs.assemble import public_model
+from streamclr.stage_two import Chosen, ImagesByNumber, check_classifier, choose_classifier, fine_tune, fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import Source
@@ -27,6 +29,8 @@ from streamclr.views import StrongViews
 
 MakeEncoder = Callable[[], nn.Module]
 Device = torch.device | str
+MAX_LABELS_TUNED = 5000  # with more, a linear classifier is almost as good, in a fraction of the time
+MAX_BYTES = 2**28  # of labelled images in memory; more are read again for every batch
 _say_once = cache(say)
 
 
@@ -131,27 +135,81 @@ def train_supervised(
     return model, head.cpu().eval().requires_grad_(False)
 
 
+def train_classifier(
+    classifier: str,
+    model: ContrastiveModel,
+    train: Images,
+    known: Extracted,
+    public: ContrastiveModel | None,
+    seed: int,
+) -> Chosen:
+    """A classifier from labelled images whose features are known."""
+    features, labels, numbers = known
+    n_classes, tracks = len(train.classes), train.tracks
+    groups = None if tracks is None else torch.from_numpy(tracks)[numbers]
+    if classifier == "paper":
+        return Chosen("paper", train_head(features, labels, n_classes, seed=seed), "paper: as asked")
+    is_for_linear = len(labels) > MAX_LABELS_TUNED and classifier == "auto"
+    if classifier == "linear" or is_for_linear:
+        why = (
+            f"{len(labels):,} labels, and auto fine-tunes on {MAX_LABELS_TUNED:,} at most"
+            if is_for_linear
+            else "as asked"
+        )
+        return Chosen("linear", fit_linear(features, labels, n_classes, groups=groups), f"linear: {why}")
+    images = _images_of(train, numbers)
+    if classifier == "finetuned":
+        own, head = fine_tune(model, images, labels, n_classes, seed=seed)
+        return Chosen("finetuned", head, "fine-tuned: as asked", own)
+    return choose_classifier(
+        model, images, labels, n_classes, groups=groups, public=public, features=features, seed=seed
+    )
+
+
+def _images_of(images: Images, numbers: Tensor) -> Tensor | ImagesByNumber:
+    """In memory if they fit."""
+    known = numbers.numpy()
+    if len(known) * images.images(known[:1]).nbytes > MAX_BYTES:
+        return lambda rows: images.images(known[rows])
+    return torch.from_numpy(images.images(known))
+
+
 def evaluate(
-    model: ContrastiveModel, train: Images, test: Images, fractions: tuple[float, ...], seed: int = 0
-) -> tuple[dict[str, Any], dict[float, Head]]:
-    """Stage two: a head for each label fraction, and both probes on all labels. Returns the results and the heads."""
+    model: ContrastiveModel,
+    train: Images,
+    test: Images,
+    fractions: tuple[float, ...],
+    seed: int = 0,
+    classifier: str = "auto",
+    public: ContrastiveModel | None = None,
+) -> tuple[dict[str, Any], dict[float, Chosen]]:
+    """Stage two: a classifier for each label fraction, and both probes on all labels.
+
+    classifier: one of CLASSIFIERS.
+    public: the encoder before it learned from the stream: `auto` takes it where the labels say that it is better.
+    """
+    check_classifier(classifier)
     n_classes = len(train.classes)
     draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
     known, tested = extract(model, train), extract(model, test)
-    heads: dict[float, Head] = {}
+    chosen: dict[float, Chosen] = {}
     labels: dict[str, Any] = {}
     for fraction, numbers in draws.items():
         drawn = torch.isin(known.numbers, numbers)
         if not drawn.any():
             raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
-        heads[fraction] = train_head(known.features[drawn], known.labels[drawn], n_classes, seed=seed)
-        accuracy = head_accuracy(heads[fraction], tested)
+        own = Extracted(*(column[drawn] for column in known))
+        one = chosen[fraction] = train_classifier(classifier, model, train, own, public, seed)
+        accuracy = head_accuracy(one.head, tested if one.model is None else extract(one.model, test))
         labels[str(fraction)] = {
             "n_labels": int(drawn.sum()),
+            "classifier": one.kind,
+            "why": one.why,
+            **({"public_encoder": True} if one.is_public else {}),
             "accuracy": accuracy.top1,
             "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
         }
-    return {"n_test": len(tested.labels), "labels": labels, **probes(known, tested, n_classes)}, heads
+    return {"n_test": len(tested.labels), "labels": labels, **probes(known, tested, n_classes)}, chosen
 
 
 def evaluate_supervised(
@@ -178,8 +236,10 @@ def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directo
     train, test = stream.train, stream.test
     if train is None or test is None:
         return {"labels": {}}
-    results, heads = evaluate(model, train, test, plan.label_fractions, plan.seed)
-    Heads(directory).save_fractions(heads, train.classes)
+    public = public_model(plan) if plan.classifier == "auto" else None
+    results, chosen = evaluate(model, train, test, plan.label_fractions, plan.seed, plan.classifier, public)
+    heads, models = ({f: getattr(one, part) for f, one in chosen.items()} for part in ("head", "model"))
+    Heads(directory).save_fractions(heads, train.classes, models)
     if plan.supervised:
         encoder, device = plan.architecture.make, model.mean.device
         results["supervised"] = evaluate_supervised(encoder, train, test, plan.label_fractions, plan.seed, device)

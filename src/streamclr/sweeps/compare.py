@@ -177,6 +177,7 @@ DEMO = CompareOptions(
     width=8,
     lr=1e-3,
     fractions="0.01",
+    classifier="paper",
     probes=3,
     supervised=True,
 )
