@@ -196,6 +196,6 @@ def pixel_probe(train: Images, test: Images) -> float:
     def pixels(images: Images) -> Extracted:
         numbers = torch.arange(len(images))
         features = torch.from_numpy(images.images(numbers.numpy())).flatten(1) / 255
-        return Extracted(features, torch.from_numpy(images.labels), numbers)
+        return Extracted(features, torch.from_numpy(images.labels), numbers, torch.ones(len(images)))
 
     return probe_accuracy(pixels(train), pixels(test), len(train.classes))
