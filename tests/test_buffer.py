@@ -66,11 +66,11 @@ def test_draw_is_uniform_without_repeats():
     buffer.replace(buffer.pool(numbered(0, 10)), torch.arange(10))
     counts = torch.zeros(10)
     for _ in range(2000):
-        numbers = number_of(buffer.draw(3, generator)[0])
+        numbers = number_of(buffer.pairs(buffer.draw(3, generator))[0])
         assert len(set(numbers.tolist())) == 3
         counts[numbers] += 1
     assert (counts / 2000 - 0.3).abs().max() < 0.05
-    assert torch.equal(buffer.draw(10, generator)[0], buffer.images)
+    assert torch.equal(buffer.pairs(buffer.draw(10, generator))[0], buffer.images)
 
 
 def test_state_round_trip():

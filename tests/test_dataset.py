@@ -128,7 +128,7 @@ def test_same_seed_same_stream_whatever_the_segment_size():
         ({"stc": 5, "passes": 0}, "passes is 0"),
         ({"stc": 5, "order": "iid"}, "order=iid and stc=5 are two orders: use one"),
         ({"stc": None, "order": "track"}, "order is 'track': did you mean 'tracks'"),
-        ({"stc": None, "order": "tracks"}, "order=tracks needs tracks"),
+        ({"stc": None, "order": "tracks"}, "order=tracks, and these images have no tracks"),
     ],
 )
 def test_bad_options(options, told):

@@ -108,7 +108,7 @@ def test_nan_in_the_input_is_refused():
 def test_collapse_is_told_once(config, monkeypatch, capsys):
     real = Learner.learn_many
 
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         return dataclasses.replace(real(self, images), spread=1e-5)
 
     monkeypatch.setattr(Learner, "learn_many", learn_many)
@@ -144,7 +144,7 @@ def test_duty_rests_between_steps(config, monkeypatch):
 
 
 def test_no_memory_is_said_in_one_line(config, monkeypatch):
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         raise RuntimeError(
             "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
         )
@@ -159,7 +159,7 @@ def test_metrics_are_served_while_it_learns(config, monkeypatch, capsys):
 
     pages, real = [], Learner.learn_many
 
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         if self.n_steps == 5:
             address = capsys.readouterr().err.split("metrics: ")[1].split()[0]
             pages.append(urllib.request.urlopen(address, timeout=60).read().decode())

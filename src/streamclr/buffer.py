@@ -177,16 +177,18 @@ class Buffer:
         self.scores.copy_(scores)
         self._ages[: self._n] -= 1
 
-    def draw(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """`n` different images, uniformly, and their neighbours; all of them, in place, if there are no more.
-
-        Where no neighbours are kept, an image is its own.
-        """
-        images, neighbours = self.images, self.images if self._neighbours is None else self._neighbours[: self._n]
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """The rows of `n` different images, uniformly; all of them, in order, if there are no more."""
         if n >= self._n:
-            return images, neighbours
-        chosen = torch.randperm(self._n, generator=generator, device=self.device)[:n]
-        return images[chosen], neighbours[chosen]
+            return torch.arange(self._n, device=self.device)
+        return torch.randperm(self._n, generator=generator, device=self.device)[:n]
+
+    def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and their neighbours; where no neighbours are kept, an image is its own."""
+        if len(rows) == self._n:  # all of them, in place; their order does not matter
+            rows = slice(None)  # type: ignore[assignment]
+        images = self.images[rows]
+        return images, images if self._neighbours is None else self._neighbours[: self._n][rows]
 
     def state_dict(self, copy: bool = True) -> dict[str, Tensor | int]:
         columns = {name: column[: self._n] for name, column in zip(self._names, self._columns, strict=True)}

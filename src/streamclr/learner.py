@@ -28,7 +28,7 @@ from streamclr.encoders.resnet import resnet18
 from streamclr.encoders.stages import set_trained
 from streamclr.encoders.weights import make_encoder
 from streamclr.loss import nt_xent
-from streamclr.policy import POLICIES, Policy, check_resumable, load_policy_state, policy_name, policy_state
+from streamclr.policy import POLICIES, Policy, check_resumable, draw_batch, load_policy_state, policy_name, policy_state
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
 from streamclr.views import StrongViews, ViewPairs
@@ -201,7 +201,8 @@ class Learner:
                 n_kept = self.buffer.replace(pool, keep)  # the new B
             losses, scored = [], perf_counter()
             for _ in range(self.updates_per_segment):
-                batch, neighbours = self.buffer.draw(self.batch_size, self.generator)  # n x 3 x H x W each
+                rows = draw_batch(self.policy, self.buffer, self.batch_size, self.model, self.generator)
+                batch, neighbours = self.buffer.pairs(rows)  # n x 3 x H x W each
                 views = ViewPairs(self.views, batch, self.generator, neighbours)  # 2n x 3 x H x W
                 loss, spread = self._backward(views, lambda z0, z1: nt_xent(z0, z1, self.temperature))  # Eq. 1
                 self.optimizer.step()

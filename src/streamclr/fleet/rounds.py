@@ -56,7 +56,7 @@ class Rounds:
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
-        check_encoder(learner.encoder)
+        check_encoder(learner.encoder or "mobilenet_v2")
         self.path, self.learner, self.options = path, learner, options
         with seeded(learner.seed):
             self.model = initial_model(learner, learner.size or 32)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.scenes import find_scenes
 from streamclr.streams.account import Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
 from streamclr.streams.datasets.images import Images, Source, readable
@@ -190,6 +191,7 @@ class CameraStream(CameraFrames, Stream):
     """The frames of cameras and recordings, until all of them have ended; unlabelled."""
 
     live = True
+    _scenes = torch.empty(0, dtype=torch.long)
 
     def shard(self, index: int, n: int, segment: int) -> "CameraStream":
         """The cameras and recordings that one of n ranks takes."""
@@ -202,7 +204,13 @@ class CameraStream(CameraFrames, Stream):
         frames = self.frames(n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)))
         with closing(frames):
             for images in frames:
-                yield torch.from_numpy(images)
+                segment = torch.from_numpy(images)
+                self._scenes = find_scenes(segment, torch.from_numpy(self.cameras))
+                yield segment
+
+    def tracks(self, arrivals: Tensor) -> Tensor:
+        """The scenes of frames of the last segment: no cut in their pixels, and one camera."""
+        return self._scenes[arrivals - (self.position - len(self._scenes))]
 
     def labels(self, arrivals: Tensor) -> Tensor:
         raise UserError("frames of a camera have no labels")

@@ -131,12 +131,11 @@ class Splits(NamedTuple):
 
 def every_fifth_track(labels: np.ndarray, tracks: np.ndarray) -> np.ndarray:
     """Whether an image is held back for the test: it is in the 5th, 10th, … track of its class, in their order."""
-    held_back = np.zeros(len(labels), bool)
+    held_back = []
     for label in np.unique(labels):
-        of_class = tracks[labels == label]
-        own, first = np.unique(of_class, return_index=True)
-        held_back |= np.isin(tracks, own[np.argsort(first)][4::5])
-    return held_back
+        own, first = np.unique(tracks[labels == label], return_index=True)
+        held_back.append(own[np.argsort(first)][4::5])
+    return np.isin(tracks, np.concatenate([tracks[:0], *held_back]))
 
 
 class DatasetSource(Source):
@@ -239,7 +238,7 @@ def _check_order(order: str, stc: int | None, streamed: Images) -> None:
     if stc is not None:
         raise UserError(f"order={order} and stc={stc} are two orders: use one of them")
     if order == "tracks" and streamed.tracks is None:
-        raise UserError("order=tracks needs tracks, and these images have none: use order=iid")
+        raise UserError("order=tracks, and these images have no tracks: use order=iid, or for a folder tracks=name")
 
 
 def _arrange(counts: list[int], last: int | None, rng: random.Random) -> list[int]:

@@ -20,6 +20,7 @@ from streamclr.base.machine import cache_dir
 from streamclr.base.options import one_of
 from streamclr.base.progress import Progress
 from streamclr.streams.datasets.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
+from streamclr.streams.datasets.gtsrb import GTSRB_CLASSES, TEST_ZIPS, TRAINING_ZIP, read_gtsrb
 from streamclr.streams.datasets.images import ArrayImages, DatasetSource, Splits
 from streamclr.streams.datasets.svhn import SVHN_CLASSES, read_svhn
 from streamclr.streams.datasets.tiny_imagenet import TINY_IMAGENET_20_CLASSES, read_tiny_imagenet
@@ -39,6 +40,7 @@ class Dataset:
     sha256: str | None = None  # of the content, whatever files it came in
 
 
+GTSRB_SITE = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370"
 DATASETS = {
     "cifar10": Dataset(
         "CIFAR-10",
@@ -76,6 +78,18 @@ DATASETS = {
         ("tiny-imagenet-20.tar", "tiny-imagenet-20"),
         {},
         (10_000, 1_000),
+    ),
+    "gtsrb": Dataset(
+        "GTSRB",
+        GTSRB_CLASSES,
+        read_gtsrb,
+        ("GTSRB", TRAINING_ZIP, "gtsrb-train.tar.xz"),
+        {  # the training images last: the others are found beside them
+            f"{GTSRB_SITE}/{TEST_ZIPS[0]}": "c7e4e6327067d32654124b0fe9e82185",
+            f"{GTSRB_SITE}/{TEST_ZIPS[1]}": "fe31e9c9270bbcd7b84b7f21a9d9d9e5",
+            f"{GTSRB_SITE}/{TRAINING_ZIP}": "f33fd80ac59bff73c82d25ab499e03a3",
+        },
+        (39_209, 12_630),
     ),
 }
 
