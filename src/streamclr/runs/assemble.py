@@ -7,9 +7,9 @@ from pathlib import Path
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
+from streamclr.base.options import parse_size
 from streamclr.classifier import draw_labelled
 from streamclr.compute.fast_scoring import check_precision
-from streamclr.compute.memory import parse_size
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import seeded
