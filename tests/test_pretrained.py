@@ -95,7 +95,7 @@ def test_every_encoder(encoder, stem, norm, tmp_path):
     model = made(2, 24, encoder, stem, norm)
     save_pretrained(model, tmp_path / "m")
     loaded = from_pretrained(tmp_path / "m")
-    assert loaded.architecture == (encoder, 2, stem, norm)
+    assert loaded.architecture == (encoder, 2, stem, norm, "plain")
     images = random_images(5, 30)
     assert torch.equal(loaded(images)[1], model(images)[1])
 
@@ -349,7 +349,7 @@ def edited(path, **changes):
         ({"format_version": ...}, "lacks format_version"),
         ({"library_name": "timm"}, "is no model of streamclr, library_name is 'timm'"),
         ({"library_name": ...}, "streamclr export RUN --format pretrained"),
-        ({"width": 10**9}, "has 1000000000 for width: it must be a whole number, 1 to 16384"),
+        ({"width": 10**9}, "has 1000000000 for width: it must be null, or a whole number, 1 to 16384"),
         ({"width": 2**14}, "model.safetensors does not fit: bn1.bias is [4] of F32, not [16384] of F32"),
         ({"width": 0}, "has 0 for width"),
         ({"width": 4.0}, "has 4.0 for width"),
@@ -375,7 +375,7 @@ def edited(path, **changes):
         ({"card": dataclasses.asdict(CARD) | {"steps": True}}, "for card"),
         ({"sha256": "0" * 64}, "its SHA-256 differs"),
         ({"auto_map": {"AutoModel": "evil.py"}}, "has keys that are not known: ['auto_map']"),
-        ({"torch": "x" * 10**6, "stem": "x" * 10**6}, "for stem: it must be small or half or imagenet"),
+        ({"torch": "x" * 10**6, "stem": "x" * 10**6}, "for stem: it must be null, or small or half or imagenet"),
     ],
 )
 def test_a_wrong_config(copied, changes, told):
