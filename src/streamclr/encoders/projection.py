@@ -35,6 +35,14 @@ class ContrastiveModel(nn.Module):
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
 
+    def train(self, mode: bool = True) -> "ContrastiveModel":
+        """Layers without a parameter that learns stay in eval mode: their BatchNorm statistics do not move."""
+        super().train(mode)
+        for module in self.encoder.modules() if mode else ():
+            if is_frozen(module):
+                module.eval()
+        return self
+
     def standardise(self, images: Tensor) -> Tensor:
         return (images - self.mean).div_(self.std)
 
@@ -51,6 +59,12 @@ class ContrastiveModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.project(self.features(images))
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether it has parameters and none of them learns (see `set_trained`)."""
+    learns = [parameter.requires_grad for parameter in module.parameters()]
+    return bool(learns) and not any(learns)
 
 
 PROJECTIONS = ("plain", "batchnorm")
