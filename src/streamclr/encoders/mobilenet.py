@@ -72,7 +72,7 @@ class MobileNetV2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # a step takes 0.6 of the time
-        return self.features(x).mean((2, 3))  # n x n_features
+        return self.features(x).mean((2, 3), keepdim=True).flatten(1)  # n x n_features
 
 
 def mobilenet_v2() -> MobileNetV2:

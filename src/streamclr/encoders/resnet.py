@@ -166,7 +166,7 @@ class ResNet(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last)  # two thirds of the time in a narrow encoder
         x = self.maxpool(F.relu_(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return x.mean((2, 3))  # n x n_features
+        return x.mean((2, 3), keepdim=True).flatten(1)  # n x n_features
 
 
 def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:

@@ -104,12 +104,13 @@ def describe(
 ) -> dict[str, Any]:
     """The metadata of the file: nothing about the machine, and of the source only its kind."""
     config = directory.config
+    name, *made, _ = config.architecture
     accuracy = None if head.accuracy is None else {"value": head.accuracy, "measured": head.measured}
     return {
         "format_version": VERSION,
         "classes": head.classes,
         "size": config.size,
-        "encoder": {"name": config.encoder, "width": config.width, "stem": config.stem, "norm": config.norm},
+        "encoder": {"name": name, **dict(zip(("width", "stem", "norm"), made, strict=True))},
         "state": encoder,
         "source": kind_of(config.source),
         "policy": config.policy,
