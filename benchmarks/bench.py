@@ -83,7 +83,7 @@ def scoring() -> None:
     """The paper's table of T: relative batch time and re-scored share; ResNet-18, width 64, N = 256."""
     keep_freed_memory()
     pool = images(512)
-    learner = Learner(resnet18(), FIFOReplace(), buffer_size=256, device="cpu")
+    learner = Learner(resnet18(), FIFOReplace(), buffer=256, device="cpu")
     learner.learn_many(pool[:256])
     policy = ContrastScoring(precision="auto")
     policy._score(learner.model, pool[:128])  # chooses the precision
@@ -118,7 +118,7 @@ def scoring() -> None:
 
 
 def narrow_scoring(width: int, pool: torch.Tensor) -> None:
-    learner = Learner(resnet18(width), FIFOReplace(), buffer_size=256, device="cpu")
+    learner = Learner(resnet18(width), FIFOReplace(), buffer=256, device="cpu")
     policy = ContrastScoring()
     step = seconds(lambda: learner.learn_many(pool[:256]), 5)
     fast = seconds(lambda: policy._score(learner.model, pool[:261]), 5)
@@ -131,7 +131,7 @@ def narrow_scoring(width: int, pool: torch.Tensor) -> None:
 
 def rescored_share(every: int) -> float:
     """In a run long enough for T, with an encoder small enough for the time."""
-    learner = Learner(resnet18(2), ContrastScoring(every), buffer_size=32, lr=1e-3, device="cpu")
+    learner = Learner(resnet18(2), ContrastScoring(every), buffer=32, lr=1e-3, device="cpu")
     stream = open_stream("synthetic:?size=8&stc=32")
     shares = [learner.learn_many(stream.read(32)).rescored for _ in range(3 * max(every, 20))]
     return sum(shares[1:]) / (len(shares) - 1)
@@ -142,7 +142,7 @@ def agreement() -> None:
     source = cifar()
     stream = open_stream("cifar10", stc=500) if source else open_stream("synthetic:?size=32")
     name = "CIFAR-10" if source else "synthetic"
-    learner = Learner(resnet18(16), buffer_size=256, lr=1e-3, device="cpu")
+    learner = Learner(resnet18(16), buffer=256, lr=1e-3, device="cpu")
     for segment in stream.segments(256, until=256 * 20):
         learner.learn_many(segment)
     unseen = torch.from_numpy(source.images(np.arange(2048))) if source else images(2048)
@@ -179,7 +179,7 @@ stream = open_stream("cifar10", stc=500, seed=$seed)
 with seeded($seed):
     encoder = resnet18(8, stem="half")
 policy = ContrastScoring(50, precision=$precision)
-learner = Learner(encoder, policy, buffer_size=256, lr=3e-3, seed=$seed, device="cpu")
+learner = Learner(encoder, policy, buffer=256, lr=3e-3, seed=$seed, device="cpu")
 for images in stream.segments(256, until=$images):
     learner.learn_many(images)
 train, test = stream.train, stream.test
@@ -195,7 +195,7 @@ from streamclr.compute.memory import MIB, resident
 keep_freed_memory()
 stream = open_stream("synthetic:?size=16&stc=64")
 segments = [stream.read(256) for _ in range(20)]
-learner = Learner(resnet18(8), ContrastScoring(20, precision="int8"), buffer_size=256, lr=1e-3, device="cpu")
+learner = Learner(resnet18(8), ContrastScoring(20, precision="int8"), buffer=256, lr=1e-3, device="cpu")
 sizes, times = {}, {}
 for step in range($images // 256 + 1):
     seen = learner.learn_many(segments[step % 20])
@@ -248,7 +248,7 @@ MEMORY = """
 import json, torch
 from streamclr import Learner, resnet18
 from streamclr.compute.memory import peak
-learner = Learner(resnet18($width, stem=$stem, norm=$norm), buffer_size=256, device="cpu", memory=$memory)
+learner = Learner(resnet18($width, stem=$stem, norm=$norm), buffer=256, device="cpu", memory=$memory)
 images = torch.randint(256, (256, 3, $size, $size), dtype=torch.uint8)
 learner.learn_many(images)
 plan = learner.plan
@@ -334,7 +334,7 @@ GROWTH = """
 import json, statistics, torch
 from streamclr import ContrastScoring, Learner, open_stream, resnet18
 from streamclr.compute.memory import MIB, peak
-learner = Learner(resnet18(8), ContrastScoring(50), buffer_size=$size, batch_size=$batch, device="cpu")
+learner = Learner(resnet18(8), ContrastScoring(50), buffer=$size, batch_size=$batch, device="cpu")
 stream = open_stream("synthetic:?size=32&stc=1")
 for _ in range(0, $size, 256):
     learner.buffer.replace(pool := learner.buffer.pool(stream.read(min($size, 256))), torch.arange(len(pool)))
@@ -354,7 +354,7 @@ def growth() -> None:
         )
     base = None
     for size in (32, 64, 128, 224):
-        learner = Learner(resnet18(8, stem="imagenet"), buffer_size=32, device="cpu")
+        learner = Learner(resnet18(8, stem="imagenet"), buffer=32, device="cpu")
         new = images(32, size)
         spent = seconds(lambda: learner.learn_many(new), 2)  # noqa: B023
         base = base or spent
@@ -372,7 +372,7 @@ def duplicates() -> None:
     """Frames that take over a score, on two clips, and whether the ranking minds."""
     clips = [Path(p) for p in os.environ.get("CLIPS", "").split(":") if p]
     clips = clips or [HERE.parents[1] / "shared" / "data" / name for name in ("dog.mp4", "coffee.mp4")]
-    learner = Learner(resnet18(16), buffer_size=64, lr=1e-3, device="cpu")
+    learner = Learner(resnet18(16), buffer=64, lr=1e-3, device="cpu")
     for segment in open_stream("synthetic:?size=32").segments(64, until=64 * 40):
         learner.learn_many(segment)
     for clip in clips:
@@ -407,7 +407,7 @@ def decode(clip: Path) -> torch.Tensor:
 def overhead(width: int = 16) -> None:
     """What a step costs beyond the encoder."""
     keep_freed_memory()
-    learner = Learner(resnet18(width), FIFOReplace(), buffer_size=256, device="cpu")
+    learner = Learner(resnet18(width), FIFOReplace(), buffer=256, device="cpu")
     new = images(256)
     step = seconds(lambda: learner.learn_many(new))
     done = learner.learn_many(new)
@@ -430,7 +430,7 @@ def predicting(width: int = 16, segment: int = 128) -> None:
     def costs(size: int) -> tuple[float, float]:
         """Of a step: the images of a segment some at a time, and one by one."""
         encoder, policy = resnet18(width, "small" if size < 64 else "imagenet"), ContrastScoring(rescore_every=50)
-        learner = Learner(encoder, policy, buffer_size=segment, device="cpu")
+        learner = Learner(encoder, policy, buffer=segment, device="cpu")
         new, nobody = images(segment, size), frozenset[str]()
         model, head = copy.deepcopy(learner.model), Head(learner.model.n_features, 10)
         version = Version(Classifier(model, head, "abcdefghij", size), 0, nobody, nobody, Score(0, 0, 0.0))
@@ -521,7 +521,7 @@ def shipped() -> None:
         with seeded(0):
             encoder = resnet18(width)
         policy = ContrastScoring(rescore_every=50)
-        learner = Learner(encoder, policy, buffer_size=256, batch_size=batch, lr=1e-3, device="cpu")
+        learner = Learner(encoder, policy, buffer=256, batch_size=batch, lr=1e-3, device="cpu")
         for segment in stream.segments(batch, until=batch * n_steps):
             learner.learn_many(segment)
         train = stream.train
@@ -598,7 +598,7 @@ keep_freed_memory()
 torch.set_num_threads(1)
 with join("cpu") as ranks:
     norm, n_steps = sys.argv[1], 12
-    learner = Learner(resnet18(16, norm=norm), ContrastScoring(50, precision="fp32"), buffer_size=128, device="cpu")
+    learner = Learner(resnet18(16, norm=norm), ContrastScoring(50, precision="fp32"), buffer=128, device="cpu")
     learner.join(ranks)
     stream = open_stream("synthetic:?size=32").shard(ranks.index, ranks.n, 128)
     segments = [stream.read(128) for _ in range(2 + n_steps)]

@@ -50,7 +50,7 @@ def test_a_step_does_not_import_the_compiler():
     code = (
         "import sys, torch\n"
         "from streamclr import Learner, resnet18\n"
-        "learner = Learner(resnet18(width=4), buffer_size=4)\n"
+        "learner = Learner(resnet18(width=4), buffer=4)\n"
         "learner.learn_many(torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8))\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )

@@ -66,11 +66,11 @@ def test_draw_is_uniform_without_repeats():
     buffer.replace(buffer.pool(numbered(0, 10)), torch.arange(10))
     counts = torch.zeros(10)
     for _ in range(2000):
-        numbers = number_of(buffer.draw(3, generator))
+        numbers = number_of(buffer.pairs(buffer.draw(3, generator))[0])
         assert len(set(numbers.tolist())) == 3
         counts[numbers] += 1
     assert (counts / 2000 - 0.3).abs().max() < 0.05
-    assert torch.equal(buffer.draw(10, generator), buffer.images)
+    assert torch.equal(buffer.pairs(buffer.draw(10, generator))[0], buffer.images)
 
 
 def test_state_round_trip():
@@ -86,7 +86,7 @@ def test_state_round_trip():
         b.replace(b.pool(numbered(9, 30)), torch.tensor([0, 3, 12, 33]))
     assert torch.equal(buffer.images, other.images)
     assert torch.equal(buffer.ages, other.ages)
-    with pytest.raises(UserError, match="buffer_size=4"):
+    with pytest.raises(UserError, match="buffer=4"):
         Buffer(2).load_state_dict(buffer.state_dict())
 
 

@@ -6,7 +6,7 @@ import torch
 
 from streamclr.base.errors import UserError
 from streamclr.labelling.candidates import Candidates, place, read_candidates
-from streamclr.records.label_budget import LabelBudget, n_that_fit
+from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
 from support.images import random_images
 
 
@@ -37,7 +37,7 @@ def test_the_file_never_grows(tmp_path):
     filled(tmp_path / "c", 20)
     size = (tmp_path / "c").stat().st_size
     assert size <= 4096 + 20 * (32 + 3 * 8 * 8)
-    assert n_that_fit(size, 8) == 20
+    assert n_candidates_that_fit(size, 8) == 20
     filled(tmp_path / "c", 500)
     assert (tmp_path / "c").stat().st_size == size
 

@@ -176,13 +176,13 @@ def test_labels_of_another_process_become_a_head(path, monkeypatch):
 
 
 def shuffled_head(features, labels, n_classes, **options):
-    head = module_train_head(features, labels, n_classes, **options)
+    head = module_fit_linear(features, labels, n_classes, **options)
     head.linear.weight.copy_(head.linear.weight.roll(1, 0))
     head.linear.bias.copy_(head.linear.bias.roll(1, 0))
     return head
 
 
-module_train_head = module.train_head
+module_fit_linear = module.fit_linear
 
 
 def test_a_head_made_worse_on_purpose_is_not_taken(path, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_head_made_worse_on_purpose_is_not_taken(path, monkeypatch):
         good = one.versions.current
         assert good.number == 1
         with monkeypatch.context() as patch:
-            patch.setattr(module, "train_head", shuffled_head)
+            patch.setattr(module, "fit_linear", shuffled_head)
             give(one, 2, weights(path))
         assert one.versions.current is good
         assert one.told[-1].startswith("a new head of step 2 is refused: ")
@@ -352,7 +352,7 @@ def test_a_bug_in_the_thread_is_the_runs_error(path, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(module, "train_head", broken)
+    monkeypatch.setattr(module, "fit_linear", broken)
     with challenging(path) as one, pytest.raises(ZeroDivisionError):
         give(one, 1, weights(path))
 

@@ -131,7 +131,7 @@ def test_learner_in_chunks_learns_the_same(norm):
     learners = []
     for chunk_size in (None, 5):
         torch.manual_seed(0)
-        learner = Learner(resnet18(4, norm=norm), buffer_size=8, seed=1, device="cpu")
+        learner = Learner(resnet18(4, norm=norm), buffer=8, seed=1, device="cpu")
         if chunk_size:
             learner.memory = 2**40
             learner.fit((8, 3, 16, 16))

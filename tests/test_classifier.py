@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from streamclr import UserError, resnet18
 from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
+from streamclr.runs import evaluation
 from streamclr.runs.evaluation import curve_point, evaluate, evaluate_supervised, extract, train_supervised
 from streamclr.streams.datasets.images import ArrayImages
 from support.images import random_images
@@ -115,7 +117,7 @@ def test_wrong_labels_in_an_evaluation(model):
     with pytest.raises(UserError, match="labels are -1 to 1: use 0 to 2"):
         evaluate(model, train, test, (1.0,))
     train.labels, test.labels = train.labels.astype(np.int32), coloured(30).labels.astype(np.int32)
-    assert evaluate(model, train, test, (1.0,))[0]["n_test"] == 30
+    assert evaluate(model, train, test, (1.0,), classifier="linear")[0]["n_test"] == 30
 
 
 def test_images_that_are_not_bytes_are_refused(model):
@@ -137,7 +139,7 @@ def test_the_encoder_is_frozen_in_stage_two(model):
     """No weight, no BatchNorm statistic, no gradient and no mode moves, in train mode to begin with."""
     model.train()
     before = copy.deepcopy(model.state_dict())
-    evaluate(model, coloured(60), coloured(30, seed=1), (0.1, 1.0))
+    evaluate(model, coloured(60), coloured(30, seed=1), (0.1, 1.0), classifier="linear")
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert any("running_var" in key for key in after)
@@ -194,18 +196,49 @@ def test_accuracy_in_all_and_per_class():
 
 def test_evaluate_tells_everything(model):
     train, test = coloured(90), coloured(30, seed=1)
-    results, heads = evaluate(model, train, test, (0.1, 1.0))
+    results, chosen = evaluate(model, train, test, (0.1, 1.0), classifier="paper")
     assert results["n_test"] == 30
     assert results["labels"].keys() == {"0.1", "1.0"}
     assert results["labels"]["0.1"]["n_labels"] == 9
     assert results["labels"]["1.0"]["per_class"].keys() == set(NAMES)
     assert results["linear_probe"] > 0.8
     assert results["knn"] > 0.8
-    head = heads[1.0]
-    assert isinstance(head, Head)
-    guess = head(extract(model, test).features).argmax(1)
+    assert results["labels"]["1.0"]["classifier"] == chosen[1.0].kind == "paper"
+    assert chosen[1.0].model is None
+    guess = chosen[1.0].head(extract(model, test).features).argmax(1)
     assert Accuracy.of(guess, torch.from_numpy(test.labels), 3).top1 == results["labels"]["1.0"]["accuracy"]
     assert curve_point(model, train, test) > 0.8
+
+
+@pytest.mark.parametrize(("classifier", "kind"), [("linear", "linear"), ("finetuned", "finetuned"), ("auto", "linear")])
+def test_each_kind_of_classifier_is_tested_with_its_own_encoder(model, monkeypatch, classifier, kind):
+    monkeypatch.setattr(evaluation, "fine_tune", partial(evaluation.fine_tune, steps=20, lr=3e-3))
+    monkeypatch.setattr(evaluation, "choose_classifier", partial(evaluation.choose_classifier, steps=20))
+    train, test = coloured(60), coloured(30, seed=1)
+    results, chosen = evaluate(model, train, test, (1.0,), classifier=classifier)
+    entry, one = results["labels"]["1.0"], chosen[1.0]
+    assert (entry["classifier"], one.model is None) == (kind, kind == "linear")
+    guess = one.head(extract(one.model or model, test).features).argmax(1)
+    assert entry["accuracy"] == Accuracy.of(guess, torch.from_numpy(test.labels), 3).top1 > 0.5
+    reason = {"linear": "linear: as asked", "finetuned": "fine-tuned: as asked", "auto": "linear: 12 of 12 held-back"}
+    assert entry["why"].startswith(reason[classifier])
+
+
+def test_above_so_many_labels_auto_is_linear(model, monkeypatch):
+    monkeypatch.setattr(evaluation, "MAX_LABELS_TUNED", 59)
+    results, _ = evaluate(model, coloured(60), coloured(30), (1.0,))
+    assert results["labels"]["1.0"]["why"] == "linear: 60 labels, and auto fine-tunes on 59 at most"
+    with pytest.raises(UserError, match=r"no classifier 'forest': use auto, linear, finetuned, paper"):
+        evaluate(model, coloured(60), coloured(30), (1.0,), classifier="forest")
+
+
+def test_images_that_do_not_fit_are_read_when_they_are_due(model, monkeypatch):
+    monkeypatch.setattr(evaluation, "fine_tune", partial(evaluation.fine_tune, steps=2))
+    found = []
+    for most in (evaluation.MAX_BYTES, 0):
+        monkeypatch.setattr(evaluation, "MAX_BYTES", most)
+        found.append(evaluate(model, coloured(60), coloured(30), (0.5,), classifier="finetuned")[1][0.5].head)
+    assert torch.equal(found[0].linear.weight, found[1].linear.weight)
 
 
 def test_both_readings_of_the_supervised_baseline():

@@ -13,6 +13,7 @@ from support.commands import COMMANDS
 from support.images import make_folder
 
 FAST = ["--width", "2", "--buffer", "8", "--images", "40", "--probes", "2", "--stc", "5", "--lr", "1e-3"]
+FAST += ["--classifier", "linear"]
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
         "streamclr: r/labelled.safetensors is for the encoder of step 5, not for the finished encoder, "
         "and a person's answers come first: streamclr label train r\n"
     )
-    assert main(["label", "train", "r"]) == 0
+    assert main(["label", "train", "r", "--classifier", "linear"]) == 0
     assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["class"] in ("0", "1")
     shutil.rmtree(tmp_path / "r" / "checkpoints")
@@ -162,7 +163,7 @@ def test_compare(folder, tmp_path, capsys):
         (["run", "--polcy", "fifo"], "did you mean '--policy'"),
         (["run", "--policy", "lifo"], "no policy 'lifo': did you mean 'fifo'?"),
         (["run", "--buffer", "many"], "--buffer is 'many': use a whole number"),
-        (["run", "--buffer", "1"], "buffer_size is 1: use at least 2"),
+        (["run", "--buffer", "1"], "buffer is 1: use at least 2 images"),
         (["run", "--source", "nowhere"], "no source 'nowhere'"),
         (["run", "--source", "folder:nowhere"], "no directory 'nowhere'"),
         (["run", "--source"], "expected one argument"),
@@ -193,6 +194,8 @@ def test_compare(folder, tmp_path, capsys):
         (["data", "put", "cifar10"], "no command 'data put': did you mean 'data get'?"),
         (["data"], "a command must follow 'streamclr data': use get"),
         (["data", "get", "mnist"], "no dataset 'mnist'"),
+        (["models", "get", "mobilenet"], "no public weights of 'mobilenet': did you mean 'mobilenet_v2'?"),
+        (["models", "get", "resnet18", "--from", "nowhere"], "no file nowhere: give resnet18-f37072fd.pth"),
         (["data", "get", "cifar10", "--from", "nowhere"], "no files of CIFAR-10 at nowhere"),
         (["data", "get", "cifar10", "--from", ""], "no files of CIFAR-10 at ."),
         (["run", "--source", f"cifar10:{__file__}"], "is not a whole archive"),
@@ -210,6 +213,8 @@ def test_compare(folder, tmp_path, capsys):
         (["label", "nowhere", "--prot", "0"], "no option '--prot' in streamclr label page: did you mean '--port'?"),
         (["label", "nowhere"], "nowhere is no run directory"),
         (["label", "train", "nowhere"], "nowhere is no run directory"),
+        (["label", "train", "r", "--classifier", "x"], "no classifier 'x': use auto, linear, finetuned"),
+        (["run", "--classifier", "x"], "no classifier 'x': use auto, linear, finetuned, paper"),
         (["label", "exprot", "r", "l.csv"], "no command 'label exprot': did you mean 'label export'?"),
         (["label", "export", "r"], "required: FILE (see streamclr label export --help)"),
         (["label", "train", "r", "l.csv"], "unexpected 'l.csv': write streamclr label train RUN"),

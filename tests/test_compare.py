@@ -26,6 +26,7 @@ def test_pixel_probe_reads_what_is_linear_in_pixels_and_nothing_else():
 def test_a_job_that_was_killed_between_its_run_and_its_result_has_the_results_of_the_run(tmp_path):
     source = f"folder:{make_folder(tmp_path / 'images', size=8)}"
     config = {"source": source, "images": 16, "buffer": 8, "width": 1, "probes": 0, "fractions": "1"}
+    config["classifier"] = "linear"
     first = run_for_compare(tmp_path, **config)
     assert run_for_compare(tmp_path, **config) == json.loads(json.dumps(first))
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamclr import UserError
-from streamclr.streams.datasets.images import ArrayImages, DatasetSource
+from streamclr.fleet.split import Subset
+from streamclr.streams.datasets.images import ArrayImages, DatasetSource, every_fifth_track
 from streamclr.streams.stream import DatasetStream
 
 
@@ -120,7 +121,89 @@ def test_same_seed_same_stream_whatever_the_segment_size():
     assert streams[0] != indices(stream([20] * 4, 5, 4).read(160))
 
 
-@pytest.mark.parametrize(("options", "told"), [({"stc": 0}, "stc is 0"), ({"stc": 5, "passes": 0}, "passes is 0")])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stc": 0}, "stc is 0"),
+        ({"stc": 5, "passes": 0}, "passes is 0"),
+        ({"stc": 5, "order": "iid"}, "order=iid and stc=5 are two orders: use one"),
+        ({"stc": None, "order": "track"}, "order is 'track': did you mean 'tracks'"),
+        ({"stc": None, "order": "tracks"}, "order=tracks, and these images have no tracks"),
+    ],
+)
 def test_bad_options(options, told):
     with pytest.raises(UserError, match=told):
         stream([5, 5], **options)
+
+
+def tracked(lengths, seed=0, **options):
+    """A stream of tracks of these lengths, whose numbers are 7, 14, …; their frames are scattered in the dataset."""
+    tracks = np.random.default_rng(1).permutation(np.repeat(7 * np.arange(1, len(lengths) + 1), lengths))
+    plain = numbered_dataset([len(tracks)])
+    data = ArrayImages(plain.images(np.arange(len(tracks))), plain.labels, plain.classes, tracks)
+    return DatasetStream(DatasetSource(data, data, None, None, seed, **options))
+
+
+@settings(max_examples=25)
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=12), seed=st.integers(0, 9))
+def test_whole_tracks_in_a_new_order_each_pass(lengths, seed):
+    s, n = tracked(lengths, seed, order="tracks"), sum(lengths)
+    seen, tracks = indices(s.read(3 * n)), s.tracks(torch.arange(3 * n)).tolist()
+    assert tracks == s.source.streamed.tracks[seen].tolist()
+    for first in range(0, 3 * n, n):
+        assert sorted(seen[first : first + n]) == list(range(n))
+        runs = run_lengths(tracks[first : first + n])
+        assert sorted(runs) == [(7 * (i + 1), length) for i, length in enumerate(lengths)]
+        for _, frames in itertools.groupby(seen[first : first + n], key=lambda i: s.source.streamed.tracks[i]):
+            assert (frames := list(frames)) == sorted(frames)
+
+
+def test_the_order_of_tracks_changes_with_pass_and_seed_alone():
+    s = tracked([3] * 20, order="tracks")
+    passes = indices(s.read(180))
+    assert passes[:60] != passes[60:120] != passes[120:]
+    again = tracked([3] * 20, order="tracks")
+    again.load_state_dict({"position": 120})  # without the passes before
+    assert indices(again.read(60)) == passes[120:]
+    assert indices(tracked([3] * 20, seed=1, order="tracks").read(60)) != passes[:60]
+
+
+def test_order_iid_is_stc_1():
+    assert indices(stream([20] * 4, None, 3, order="iid").read(160)) == indices(stream([20] * 4, 1, 3).read(160))
+
+
+def test_images_without_tracks_have_none():
+    assert stream([5, 5], None).tracks(torch.arange(3)) is None
+    assert stream([5, 5], None).source.tracks(np.arange(3)) is None
+
+
+def test_a_part_of_a_dataset_keeps_its_tracks():
+    data = tracked([3, 2, 4]).source.streamed
+    part = Subset(data, np.array([1, 4, 8]))
+    assert part.tracks.tolist() == data.tracks[[1, 4, 8]].tolist()
+
+
+def test_one_track_for_each_image():
+    with pytest.raises(UserError, match="3 images and 2 tracks: give one track for each image"):
+        ArrayImages(np.zeros((3, 3, 8, 8), np.uint8), np.zeros(3), ["a"], np.zeros(2))
+
+
+def test_every_fifth_track_of_each_class():
+    #  Class 0 has tracks 90 to 80, in this order; class 1 has four, too few.
+    tracks = np.repeat([*range(90, 79, -1), 1, 2, 3, 4], 3)
+    labels = np.repeat([0] * 11 + [1] * 4, 3)
+    assert set(tracks[every_fifth_track(labels, tracks)]) == {86, 81}
+    held_back = every_fifth_track(labels, tracks)
+    assert not set(tracks[held_back]) & set(tracks[~held_back])
+
+
+def test_images_are_scaled_as_they_are_read():
+    images = np.random.default_rng(0).integers(0, 256, (600, 3, 16, 16), np.uint8)
+    small = ArrayImages(images, np.zeros(600), ["a"], size=8)
+    every = small.images(np.arange(600))
+    assert every.shape == (600, 3, 8, 8)
+    assert np.array_equal(every[[5, 300]], small.images(np.array([5, 300])))  # whatever is read with them
+    assert abs(every[0].mean() - images[0].mean()) < 5
+    assert ArrayImages(images, np.zeros(600), ["a"], size=16).images(np.array([2])).tolist() == images[[2]].tolist()
+    with pytest.raises(UserError, match="size is 7"):
+        ArrayImages(images, np.zeros(600), ["a"], size=7)

@@ -80,7 +80,7 @@ def slow_steps(monkeypatch, seconds_per_image):
         learner = make(plan)
         learn = learner.learn_many
 
-        def learn_many(images):
+        def learn_many(images, tracks=None):
             n_images.append(len(images))
             seconds = seconds_per_image * len(images)
             return dataclasses.replace(learn(images), seconds_scoring=seconds / 4, seconds_training=3 * seconds / 4)
@@ -148,7 +148,7 @@ def test_a_buffer_larger_than_the_segment_is_full_when_it_is_measured(monkeypatc
         learner = update(config)
         learn = learner.learn_many
 
-        def learn_many(images):
+        def learn_many(images, tracks=None):
             batches.append((len(learner.buffer), len(images)))
             return learn(images)
 

@@ -154,7 +154,7 @@ class Returns(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda h: {"features": h}, lambda h: (h, h), lambda h: None])
 def test_an_encoder_that_returns_no_tensor_is_told(wrap, n_features):
     with pytest.raises(UserError, match=r"the encoder returns a (dict|tuple|NoneType): return"):
-        Learner(Returns(wrap, n_features), buffer_size=4, device="cpu").learn_many(random_images(4))
+        Learner(Returns(wrap, n_features), buffer=4, device="cpu").learn_many(random_images(4))
 
 
 def test_an_encoder_with_another_number_of_features_is_told():

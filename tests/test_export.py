@@ -50,6 +50,7 @@ def finished(tmp_path_factory):
             pixels = rng.integers(0, 160, (SIZE, SIZE, 3)) + np.eye(3, dtype=int)[label] * 60
             Image.fromarray(pixels.astype(np.uint8)).save(place / "images" / name / f"{number}.png")
     options = {"width": 4, "buffer": 24, "batch": 8, "probes": 0, "lr": 1e-3, "fractions": "0.5,1"}
+    options["classifier"] = "linear"
     path, _ = run(RunOptions(source=f"folder:{place / 'images'}?size={SIZE}", out=str(place / "wald"), **options))
     return RunDirectory(path)
 
@@ -65,9 +66,9 @@ def torch_file(finished):
 
 
 def exact(directory, images):
-    model, head = directory.load_model(), Heads(directory).load_head()[0]
-    features = infer(model, images, model.features)
-    return head(features).softmax(1), features
+    classifier = Heads(directory).load()
+    features = infer(classifier.model, images, classifier.model.features)
+    return classifier.head(features).softmax(1), features
 
 
 def as_pillow(images, size):
@@ -324,7 +325,7 @@ raise SystemExit(main(["export", {str(finished.path)!r}, "--out", {str(out)!r}])
 def test_a_run_that_is_not_finished(tmp_path, capsys):
     """The encoder of its last checkpoint, with the classifier from a person's answers for just that encoder."""
     directory = made_run(tmp_path / "run")
-    model, head = directory.load_model(), Heads(directory).load_head()[0]
+    model, head = directory.load_model(), Heads(directory).load().head
     buffer = {"images": random_images(16, 32), "n_seen": 320}
     learner = {"model": model.state_dict(), "buffer": buffer, "n_steps": 7}
     directory.checkpoints.save(7, {"learner": learner})
@@ -344,7 +345,7 @@ def test_a_run_that_is_not_finished(tmp_path, capsys):
 @pytest.mark.system
 def test_the_accuracy_of_a_persons_labels(tmp_path):
     directory = made_run(tmp_path / "run")
-    head, _ = Heads(directory).load_head()
+    head = Heads(directory).load().head
 
     def about(fraction=None):
         return describe(directory, Heads(directory).find(fraction), "", 0, None, False)["accuracy"]

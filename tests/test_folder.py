@@ -47,6 +47,111 @@ def test_one_folder_per_class(tmp_path):
     assert not set(train) & set(test)
 
 
+def track_folder(root, classes=("ant", "bee"), n_tracks=6, n_frames=3):
+    """class/track/frame.png; the colour tells all three."""
+    for c, name in enumerate(classes):
+        for track in range(n_tracks):
+            for frame in range(n_frames):
+                paint(root / name / f"track{track}" / f"{frame}.png", 100 * c + 10 * track + frame)
+    return root
+
+
+def check_split(source, held_back=(4,)):
+    """Every fifth track of each class is tested, as a whole."""
+    sides = [values(part.images(np.arange(len(part)))) for part in (source.train, source.test)]
+    assert {value // 10 % 10 for value in sides[1]} == set(held_back)
+    assert not {value // 10 for value in sides[0]} & {value // 10 for value in sides[1]}
+    assert not set(source.train.tracks) & set(source.test.tracks)
+    assert len(sides[0]) + len(sides[1]) == source.epoch
+
+
+def test_folders_below_a_class_are_tracks(tmp_path):
+    stream = open_stream(f"folder:{track_folder(tmp_path)}")
+    assert (stream.classes, stream.n_images) == (("ant", "bee"), 36)
+    assert values(stream.read(36)) == [100 * c + 10 * t + f for c in range(2) for t in range(6) for f in range(3)]
+    assert stream.tracks(torch.arange(36)).tolist() == [number for number in range(12) for _ in range(3)]
+    check_split(stream.source)
+    with pytest.raises(UserError, match="no images in"):
+        open_stream(f"folder:{tmp_path}?tracks=none")
+
+
+def test_order_tracks(tmp_path):
+    stream = open_stream(f"folder:{track_folder(tmp_path)}?order=tracks&seed=1")
+    seen = values(stream.read(72))
+    assert stream.n_images is None
+    assert [value % 10 for value in seen] == [0, 1, 2] * 24
+    assert [value // 10 for value in seen[::3]] == [value // 10 for value in seen[2::3]]
+    assert sorted(seen[:36]) == sorted(seen[36:])
+    assert seen[:36] != seen[36:] != sorted(seen[36:])
+    assert open_stream(f"folder:{tmp_path}?order=tracks&passes=2").n_images == 72
+    with pytest.raises(UserError, match="order=tracks and stc=3 are two orders"):
+        open_stream(f"folder:{tmp_path}?order=tracks&stc=3")
+
+
+def test_file_names_may_tell_the_track(tmp_path):
+    for c, name in enumerate(("ant", "bee")):
+        for track in range(6):
+            for frame in (0, 1, 10):
+                paint(tmp_path / name / f"a_{track}_{frame}.png", 100 * c + 10 * track + frame % 9)
+    assert open_stream(f"folder:{tmp_path}").tracks(torch.arange(3)) is None
+    stream = open_stream(f"folder:{tmp_path}?tracks=name")
+    assert stream.tracks(torch.arange(36)).tolist() == [number for number in range(12) for _ in range(3)]
+    check_split(stream.source)
+    pattern = open_stream(f"{tmp_path}/ant/*.png?tracks=name&order=tracks")
+    assert len({*pattern.tracks(torch.arange(3)).tolist()}) == 1
+    assert pattern.n_images == 18
+    (tmp_path / "ant" / "a_0_10.png").rename(tmp_path / "ant" / "alone.png")
+    tracks = open_stream(f"folder:{tmp_path}/ant?tracks=name").source.streamed.tracks
+    assert np.bincount(tracks).tolist() == [2, 3, 3, 3, 3, 3, 1]
+
+
+def test_folders_without_classes_may_be_tracks(tmp_path):
+    class_folder(tmp_path, 3)
+    stream = open_stream(f"folder:{tmp_path}?tracks=folder")
+    assert (stream.classes, stream.train, stream.test) == ((), None, None)
+    assert stream.tracks(torch.arange(9)).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert values(stream.read(9)) == [50 * c + i for c in range(3) for i in range(3)]
+    pattern = open_stream(f"{tmp_path}/*/*.png?tracks=folder")
+    assert np.bincount(pattern.source.streamed.tracks).tolist() == [3, 3, 3]
+
+
+def test_frames_beside_folders_of_tracks_are_tracks_of_their_own(tmp_path):
+    track_folder(tmp_path, n_tracks=2)
+    for i in (7, 8):
+        paint(tmp_path / "ant" / f"{i}.png", i)
+    assert open_stream(f"folder:{tmp_path}").source.epoch == 2  # as before: one level, the other is ignored
+    stream = open_stream(f"folder:{tmp_path}?tracks=folder")
+    assert stream.classes == ("ant", "bee")
+    assert np.bincount(stream.source.streamed.tracks).tolist() == [1, 1, 3, 3, 3, 3]
+    for i in (7, 8):
+        paint(tmp_path / "bee" / f"{i}.png", i)
+    assert open_stream(f"folder:{tmp_path}?tracks=folder").classes == ("ant", "bee")
+
+
+def test_tracks_in_train_and_val(tmp_path):
+    track_folder(tmp_path / "train")
+    track_folder(tmp_path / "val", n_tracks=2)
+    source = open_stream(f"folder:{tmp_path}").source
+    assert (len(source.train), len(source.test)) == (36, 12)
+    assert not set(source.train.tracks) & set(source.test.tracks)
+
+
+def test_a_train_folder_alone_is_no_class_of_tracks(tmp_path):
+    class_folder(tmp_path / "train", 2)
+    with pytest.raises(UserError, match="has only train: it needs train and val"):
+        open_stream(f"folder:{tmp_path}")
+
+
+def test_wrong_tracks(tmp_path):
+    paint(tmp_path / "a.png", 1)
+    with pytest.raises(UserError, match=r"tracks is 'names': did you mean 'name'\? use folder, name, none"):
+        open_stream(f"folder:{tmp_path}?tracks=names")
+    with pytest.raises(UserError, match=r"tracks=folder, and .* has no folder with images"):
+        open_stream(f"folder:{tmp_path}?tracks=folder")
+    with pytest.raises(UserError, match="order=tracks, and these images have no tracks"):
+        open_stream(f"folder:{tmp_path}?order=tracks")
+
+
 def test_stc_makes_an_endless_stream(tmp_path):
     stream = open_stream(f"folder:{class_folder(tmp_path)}?stc=5&seed=1")
     seen = values(stream.read(60))
@@ -125,6 +230,10 @@ def test_labels_by_arrival_when_images_were_passed_over(tmp_path):
     first, rest = open_stream(f"folder:{tmp_path}?stc=4&seed=2").read(11), resumed.read(49)
     seen = [value // 50 for value in values(torch.cat([first, rest]))]  # the class, by its colour
     assert resumed.labels(torch.arange(60)).tolist() == seen
+    named = open_stream(f"folder:{tmp_path}?stc=4&seed=2&tracks=name")  # each file is a track
+    named.load_state_dict(resumed.state_dict())
+    names = [named.source.streamed.paths[track] for track in named.tracks(torch.arange(60))]
+    assert [50 * seen[i] + int(path.stem) for i, path in enumerate(names)] == values(torch.cat([first, rest]))
     assert resumed.account.rejected == {"empty": resumed.position - 60}
     assert resumed.account.is_balanced
 
@@ -141,7 +250,7 @@ def test_a_bad_file_is_left_out_of_stage_two(tmp_path, model, capsys):
     said = capsys.readouterr().err
     assert said.count("left out: 1 of 24 labelled images") == 1
     assert "bee/2.png" in said
-    results, _ = evaluate(model, source.train, source.test, (1.0,))
+    results, _ = evaluate(model, source.train, source.test, (1.0,), classifier="linear")
     assert (results["n_test"], results["labels"]["1.0"]["n_labels"]) == (5, 23)
     train_supervised(lambda: resnet18(width=2), source.train, torch.arange(24), epochs=1)
     with pytest.raises(UserError, match="1 of 1 labelled images"):

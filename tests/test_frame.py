@@ -373,6 +373,7 @@ def test_the_command_line_on_a_folder_with_bad_files(tmp_path, monkeypatch, caps
     for i, (_, data) in enumerate(malformed(20)):
         Path("images", ("ant", "bee")[i % 2], f"{i}.png").write_bytes(data[: len(data) // 3])
     words = ["--source", "folder:images?size=16", "--buffer", "8", "--width", "1", "--fractions", "1", "--out", "r"]
+    words += ["--classifier", "linear"]
     assert main(["run", *words]) == 0
     account = Account.of(RunDirectory(Path("r")).results["account"])
     assert account.is_balanced

@@ -81,6 +81,7 @@ def walk(python, place, formats, **environment):
         return call(python, "-m", "streamclr", *words, cwd=place, **environment)
 
     options = ["--images", 64, "--buffer", 32, "--width", 2, "--probes", 0, "--fractions", 0.01]
+    options += ["--classifier", "linear"]
     streamclr("run", "--source", "synthetic:?size=16", "--out", "run", *options)
     for name in formats:
         streamclr("export", "run", "--format", name)

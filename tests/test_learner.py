@@ -29,7 +29,7 @@ from support.images import random_images
 
 def make(policy=None, **options):
     torch.manual_seed(0)
-    defaults = {"buffer_size": 8, "lr": 1e-3, "seed": 3, "device": "cpu"}
+    defaults = {"buffer": 8, "lr": 1e-3, "seed": 3, "device": "cpu"}
     return Learner(resnet18(width=4), policy, **(defaults | options))
 
 
@@ -60,7 +60,7 @@ def test_step_tells_what_happened():
 
 def test_it_learns():
     """On 32 images the loss falls below that of guessing, log(2n - 1), by far more than rounding changes."""
-    learner = make(FIFOReplace(), buffer_size=32)
+    learner = make(FIFOReplace(), buffer=32)
     images = open_stream("synthetic:?stc=1&size=16").read(32)
     losses = [learner.learn_many(images).loss for _ in range(60)]
     assert sum(losses[-10:]) / 10 < math.log(63) - 0.1
@@ -80,7 +80,7 @@ def test_any_segment_size(policy, sizes):
 @pytest.mark.parametrize("rescore_every", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("n", [3, 8])
 def test_the_rescored_share_is_at_most_one_in_t(rescore_every, n):
-    learner = make(ContrastScoring(rescore_every), buffer_size=8)
+    learner = make(ContrastScoring(rescore_every), buffer=8)
     shares = [step.rescored for step in learn(learner, 40, n)]
     assert sum(shares) / len(shares) <= 1 / rescore_every
     for i in range(1, len(shares)):
@@ -115,7 +115,7 @@ def test_fifo_with_segments_of_the_buffers_size_is_no_buffer():
 
 
 def test_a_batch_smaller_than_the_buffer_is_drawn_from_it():
-    learner = make(Reservoir(), buffer_size=16, batch_size=4)
+    learner = make(Reservoir(), buffer=16, batch_size=4)
     sizes = []
     learner.model.register_forward_hook(lambda module, args, out: sizes.append(len(args[0])))
     learn(learner, 3)
@@ -152,7 +152,7 @@ def test_seed_decides_everything_and_the_global_generator_is_left_alone():
     random_state = torch.get_rng_state()
     losses = []
     for seed in (1, 1, 2):
-        learner = Learner(buffer_size=4, seed=seed, device="cpu", encoder=None, policy=RandomReplace(seed))
+        learner = Learner(buffer=4, seed=seed, device="cpu", encoder=None, policy=RandomReplace(seed))
         losses.append(learner.learn_many(random_images(4)).loss)
     assert losses[0] == losses[1] != losses[2]
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -160,7 +160,7 @@ def test_seed_decides_everything_and_the_global_generator_is_left_alone():
 
 def test_any_module_can_be_the_encoder_and_numpy_the_images():
     encoder = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    learner = Learner(encoder, buffer_size=4, device="cpu")
+    learner = Learner(encoder, buffer=4, device="cpu")
     step = learner.learn_many(np.random.default_rng(0).integers(0, 256, (6, 3, 20, 20), dtype=np.uint8))
     assert math.isfinite(step.loss)
     assert learner.encoder is encoder
@@ -190,7 +190,7 @@ def without(state, *path):
 
 
 MISFITS = {
-    "a larger buffer": (lambda: make(RandomReplace(), buffer_size=16), lambda state: state, "buffer_size=16"),
+    "a larger buffer": (lambda: make(RandomReplace(), buffer=16), lambda state: state, "buffer=16"),
     "another width": (lambda: Learner(resnet18(8), RandomReplace(), 8, device="cpu"), lambda s: s, "does not fit"),
     "another policy": (lambda: make(ContrastScoring()), lambda s: s, "ContrastScoring"),
     "another policy, same keys": (lambda: make(Reservoir()), lambda s: s, "Reservoir.*RandomReplace"),
@@ -229,7 +229,7 @@ def test_a_state_of_the_version_before_loads():
 def with_dropout(seed=3):
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5))
-    return Learner(encoder, RandomReplace(), buffer_size=8, lr=1e-2, seed=seed, device="cpu")
+    return Learner(encoder, RandomReplace(), buffer=8, lr=1e-2, seed=seed, device="cpu")
 
 
 def test_an_encoder_with_dropout_resumes_bit_by_bit_and_leaves_the_global_generator_alone():
@@ -358,7 +358,7 @@ def test_bad_segments(images, told):
 @pytest.mark.parametrize(
     "options",
     [
-        {"buffer_size": 1},
+        {"buffer": 1},
         {"batch_size": 9},
         {"batch_size": 1},
         {"updates_per_segment": 0},

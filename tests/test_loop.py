@@ -25,7 +25,7 @@ from support.images import make_folder
 def config(tmp_path):
     return RunOptions(
         source=f"folder:{make_folder(tmp_path / 'images', size=8)}?stc=5", buffer=8, width=1, images=80, probes=0,
-        fractions="1", checkpoint_steps=1, out=str(tmp_path / "run"),
+        fractions="1", classifier="linear", checkpoint_steps=1, out=str(tmp_path / "run"),
     )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def events(path):
 
 @pytest.mark.parametrize("damage", [break_gradient, break_statistic, break_weight])
 def test_a_step_whose_numbers_break_changes_nothing(damage):
-    learner = Learner(resnet18(width=1), buffer_size=8, seed=1)
+    learner = Learner(resnet18(width=1), buffer=8, seed=1)
     images = torch.randint(256, (3, 8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     learner.learn_many(images[0])
     with torch.no_grad():
@@ -102,13 +102,13 @@ def test_three_in_a_row_end_the_run_loudly_and_no_checkpoint_is_infected(config,
 def test_nan_in_the_input_is_refused():
     for images in (torch.full((4, 3, 8, 8), math.nan), torch.rand(4, 3, 8, 8)):
         with pytest.raises(UserError, match=r"torch\.float32: give torch\.uint8"):
-            Learner(resnet18(width=1), buffer_size=4).learn_many(images)
+            Learner(resnet18(width=1), buffer=4).learn_many(images)
 
 
 def test_collapse_is_told_once(config, monkeypatch, capsys):
     real = Learner.learn_many
 
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         return dataclasses.replace(real(self, images), spread=1e-5)
 
     monkeypatch.setattr(Learner, "learn_many", learn_many)
@@ -117,7 +117,7 @@ def test_collapse_is_told_once(config, monkeypatch, capsys):
 
 
 def test_the_spread_tells_alike_from_different():
-    learner = Learner(resnet18(width=2), buffer_size=8, seed=1)
+    learner = Learner(resnet18(width=2), buffer=8, seed=1)
     images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
     assert learner.learn_many(images).spread > 0.01
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_duty_rests_between_steps(config, monkeypatch):
 
 
 def test_no_memory_is_said_in_one_line(config, monkeypatch):
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         raise RuntimeError(
             "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
         )
@@ -159,7 +159,7 @@ def test_metrics_are_served_while_it_learns(config, monkeypatch, capsys):
 
     pages, real = [], Learner.learn_many
 
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         if self.n_steps == 5:
             address = capsys.readouterr().err.split("metrics: ")[1].split()[0]
             pages.append(urllib.request.urlopen(address, timeout=60).read().decode())
@@ -262,6 +262,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(config, tmp_path):
     import sys
 
     words = ["run", "--source", config.source, "--buffer", "8", "--width", "1", "--images", "40", "--probes", "0"]
+    words += ["--classifier", "linear"]
     command = [sys.executable, "-m", "streamclr", *words, "--fractions", "1", "--out", str(tmp_path / "run")]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 0

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from streamclr import Learner, UserError, resnet18
-from streamclr.compute.memory import MIB, parse_size, resident
+from streamclr.base.options import parse_size
+from streamclr.compute.memory import MIB, resident
 from support.images import random_images
 
 
@@ -25,7 +26,7 @@ def test_what_is_no_size_is_said(text):
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_least_that_works():
-    learner = Learner(resnet18(8), buffer_size=16, memory="30M", device="cpu")
+    learner = Learner(resnet18(8), buffer=16, memory="30M", device="cpu")
     before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
     with pytest.raises(UserError, match=r"use \d+M or more") as error:
         learner.learn_many(random_images(16))
@@ -33,14 +34,14 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_works():
     assert resident() / MIB < least < resident() / MIB + 200
     assert len(learner.buffer) == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.model.state_dict().items())
-    Learner(resnet18(8), buffer_size=16, memory=f"{least + 20}M", device="cpu").learn_many(random_images(16))
+    Learner(resnet18(8), buffer=16, memory=f"{least + 20}M", device="cpu").learn_many(random_images(16))
 
 
 def test_planning_changes_nothing_that_learning_depends_on():
     steps = []
     for memory in (None, "100G"):
         torch.manual_seed(0)
-        learner = Learner(resnet18(8), buffer_size=8, memory=memory, seed=2, device="cpu")
+        learner = Learner(resnet18(8), buffer=8, memory=memory, seed=2, device="cpu")
         random_state = torch.get_rng_state()
         steps.append([learner.learn_many(random_images(8, seed=i)).loss for i in range(3)])
         assert torch.equal(torch.get_rng_state(), random_state)
@@ -76,7 +77,7 @@ from streamclr.encoders.stages import set_trained
 from streamclr.records.checkpoints import Checkpoints
 model = Architecture.resolve({encoder}).make_model()
 set_trained(model, {train!r})
-learner = Learner(model, buffer_size=64, device="cpu", memory="100G")
+learner = Learner(model, buffer=64, device="cpu", memory="100G")
 images = torch.randint(256, (64, 3, {size}, {size}), dtype=torch.uint8)
 learner.fit(images.shape)
 learner.memory, learner.plan = resident() + {extra} * MIB, None

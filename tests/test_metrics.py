@@ -72,7 +72,7 @@ def parse(text):
 
 
 def test_a_step_and_an_account_are_served(served):
-    learner = Learner(resnet18(width=2), buffer_size=4)
+    learner = Learner(resnet18(width=2), buffer=4)
     step = learner.learn_many(random_images(6))
     account = Account(9, 6, Counter(late=2), Counter(broken=1), predicted=8)
     served.update(**of_served({"version": 3, "accuracy": 0.75}), challengers_total={"taken": 3, "refused": 4})

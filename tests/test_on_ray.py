@@ -25,7 +25,7 @@ from streamclr.sweeps import on_ray as cluster
 from streamclr.sweeps.job import RESULT, Job
 from streamclr.sweeps.places import open_place, work
 
-TINY = "--buffer 16 --width 2 --stem small --fractions 1 --probes 2".split()
+TINY = "--buffer 16 --width 2 --stem small --fractions 1 --classifier linear --probes 2".split()
 
 STEP = ("number", "seen", "loss", "kept", "replaced", "rescored", "score", "spread", "classes", "accuracy")
 

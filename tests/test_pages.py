@@ -174,8 +174,8 @@ def test_fifty_labels_by_keyboard_through_a_reload_and_a_kill(page, serve, held_
     right = [truth[key] + 1 == answer.class_id for key, answer in labels.answers().items()]
     assert right == [True] * 50
     labels.close()
-    head, classes = Heads(RunDirectory(run)).load_head()  # what `predict` uses from now on
-    assert head.linear.out_features == len(classes) <= 10
+    classifier = Heads(RunDirectory(run)).load()  # what `predict` uses from now on
+    assert classifier.head.linear.out_features == len(classifier.classes) <= 10
 
 
 def test_undo_skip_not_sure_and_look_alikes_by_keyboard(page, serve, finished):

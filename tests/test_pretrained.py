@@ -137,7 +137,7 @@ def test_the_classifier_is_folded():
 def test_going_on_to_learn(saved, tmp_path):
     loaded = from_pretrained(saved)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
-    learner = Learner(loaded.model, buffer_size=16, lr=1e-3)
+    learner = Learner(loaded.model, buffer=16, lr=1e-3)
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.model.state_dict().items())
     learner.learn_many(random_images(16, 24))
     moved = {
@@ -151,7 +151,7 @@ def test_going_on_to_learn(saved, tmp_path):
 
 def test_a_learner_is_not_disturbed():
     """What is saved is its model at this moment, and nothing of it changes by that."""
-    learner = Learner(resnet18(width=2), buffer_size=8)
+    learner = Learner(resnet18(width=2), buffer=8)
     learner.learn_many(pictures(8, 16))
     learner.encoder.conv1.requires_grad_(False)
     taken = Pretrained(learner.model, Head(16, 2), ["a", "b"], 16)

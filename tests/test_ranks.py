@@ -22,7 +22,7 @@ from support.images import make_folder
 from support.processes import torchrun
 from support.runs import state_sha256
 
-SMALL = ["--buffer", "8", "--width", "1", "--probes", "0", "--fractions", "1"]
+SMALL = ["--buffer", "8", "--width", "1", "--probes", "0", "--fractions", "1", "--classifier", "linear"]
 SYNTHETIC = ["--source", "synthetic:?size=8", *SMALL]
 
 
@@ -101,7 +101,7 @@ def test_a_run_of_several_ranks_is_one_run(left_alone):
         assert (results["images"], results["steps"]) == (EACH * n, N_STEPS)
         assert results["account"]["received"] == results["account"]["learned"] == EACH * n
         assert [account["learned"] for account in results["accounts_of_ranks"]] == n * [EACH]
-        assert Heads(directory).load_head()[1][0] == "target"
+        assert Heads(directory).load().classes[0] == "target"
         assert (path / "report.html").exists()
         models = []
         for part in parts(path):

@@ -5,6 +5,7 @@ import json
 import mmap
 import shutil
 import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     def offline(url, timeout):
         raise urllib.error.URLError("no network")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", offline)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     monkeypatch.setattr(data.shutil, "which", lambda name: None)
     return cache
 
@@ -63,7 +64,7 @@ def serve(monkeypatch, known, files):
 
     md5 = {url: hashlib.md5(content).hexdigest() for url, content in files.items()}
     monkeypatch.setitem(data.DATASETS, known, data.Dataset(**{**vars(data.DATASETS[known]), "urls": md5}))
-    monkeypatch.setattr(data.urllib.request, "urlopen", lambda url, timeout: Answer(files[url]))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Answer(files[url]))
     return md5
 
 
@@ -110,6 +111,25 @@ def test_svhn_from_the_official_site(monkeypatch, tmp_path):
     names = ("train_32x32.mat", "test_32x32.mat")
     serve(monkeypatch, "svhn", {f"https://example.org/{name}": (tmp_path / name).read_bytes() for name in names})
     assert "9 training and 9 test images" in data.get("svhn")
+
+
+def test_gtsrb_from_the_official_site(monkeypatch, tmp_path):
+    from support.gtsrb import files, pack_zip, write_test, write_training
+
+    made = {"Training": tmp_path / "training", "Test": tmp_path / "test"}
+    write_training(made["Training"])
+    write_test(made["Test"])
+    paths = {
+        "GTSRB_Final_Test_Images.zip": files(made["Test"] / "GTSRB"),
+        "GTSRB_Final_Test_GT.zip": [made["Test"] / "GT-final_test.csv"],
+        "GTSRB_Final_Training_Images.zip": files(made["Training"]),
+    }
+    served = {}
+    for url in data.DATASETS["gtsrb"].urls:
+        name = url.rsplit("/", 1)[1]
+        served[url] = pack_zip(tmp_path / name, made[name.split("_")[2]], paths[name]).read_bytes()
+    serve(monkeypatch, "gtsrb", served)
+    assert "GTSRB from GTSRB_Final_Training_Images.zip: 516 training and 7 test images" in data.get("gtsrb")
 
 
 @pytest.mark.parametrize("name", data.DATASETS)
@@ -161,7 +181,7 @@ def test_a_damaged_header_is_found_too(cache, tmp_path):
 
 def test_the_cache_is_mapped_not_copied(cache, tmp_path):
     data.get("cifar10", write(tmp_path / "x", as_binary(make_batches(10))))
-    for array in data.load("cifar10"):
+    for array in data.load("cifar10")[:4]:  # it has no tracks
         while isinstance(array, np.ndarray):
             array = array.base
         assert isinstance(array, mmap.mmap)
@@ -193,7 +213,7 @@ def test_a_site_that_talks_nonsense_is_passed_over(monkeypatch):
     def nonsense(url, timeout):
         raise http.client.BadStatusLine("?")
 
-    monkeypatch.setattr(data.urllib.request, "urlopen", nonsense)
+    monkeypatch.setattr(urllib.request, "urlopen", nonsense)
     with pytest.raises(UserError, match="--from PATH"):
         data.get("cifar10")
 

@@ -44,6 +44,8 @@ def test_the_page_shows_curves_scores_pictures_and_classes(config, tmp_path):
     ):
         assert text in page
     assert "10 % labels" in page
+    assert " % linear</td>" in page
+    assert "<li>10 % labels: linear: as asked</li>" in page
     assert not reader.outside
 
 

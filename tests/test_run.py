@@ -66,19 +66,18 @@ def test_a_run_leaves_everything_behind(config, tmp_path):
 def test_saved_weights_are_the_learned_ones(config):
     path, results = run(config)
     directory = RunDirectory.existing(path)
-    model = directory.load_model()
-    head, classes = Heads(directory).load_head()
-    assert classes == ["ant", "bee"]
+    classifier = Heads(directory).load()
+    assert classifier.classes == ["ant", "bee"]
     source = open_run_stream(directory.config).source
     from streamclr.classifier import Accuracy
     from streamclr.runs.evaluation import extract
 
-    predicted = head(extract(model, source.test).features).argmax(1)
+    predicted = classifier.head(extract(classifier.model, source.test).features).argmax(1)
     assert Accuracy.of(predicted, torch.from_numpy(source.test.labels), 2).top1 == results["labels"]["1.0"]["accuracy"]
-    small, _ = Heads(directory).load_head(0.1)
-    assert not torch.equal(small.linear.weight, head.linear.weight)
+    small = Heads(directory).load(0.1)
+    assert not torch.equal(small.head.linear.weight, classifier.head.linear.weight)
     with pytest.raises(UserError, match=r"no classifier for the fraction 0\.5: use 0\.1, 1\.0"):
-        Heads(directory).load_head(0.5)
+        Heads(directory).load(0.5)
 
 
 def test_the_seed_decides_the_run(config, tmp_path):
@@ -112,7 +111,7 @@ def test_an_unlabelled_stream_has_no_classifier(tmp_path):
     assert results["labels"] == {}
     assert results["images"] == 20
     with pytest.raises(UserError, match="has no classifier"):
-        Heads(RunDirectory.existing(path)).load_head()
+        Heads(RunDirectory.existing(path)).load()
 
 
 def test_supervised_baselines(config):
@@ -150,7 +149,7 @@ def test_fine_tuning_starts_from_the_given_weights(config, tmp_path):
         ({"device": "tpu9"}, "no device 'tpu9'"),
         ({"lr": float("nan")}, r"lr \(nan\)"),
         ({"segment": 0}, "segment is 0"),
-        ({"buffer": 1}, "buffer_size is 1"),
+        ({"buffer": 1}, "buffer is 1: use at least 2 images"),
         ({"batch": 9}, "batch_size is 9"),
         ({"policy": "contrats"}, "did you mean 'contrast'"),
         ({"policy": "fifo", "rescore_every": 5}, "--rescore-every is for the policy contrast"),
@@ -351,7 +350,7 @@ def test_a_run_that_is_stopped_at_every_step_is_the_same_run(config, tmp_path, p
     whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
     real = Learner.learn_many
 
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         step = real(self, images)
         signal.raise_signal(signal.SIGTERM)
         return step
@@ -401,7 +400,7 @@ def test_two_processes_in_one_run_are_refused(config, tmp_path):
 @pytest.mark.parametrize("n_kills", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     words = ["run", "--source", "synthetic:?size=8", "--buffer", "8", "--width", "1", "--fractions", "0.1"]
-    words += ["--images", str(120 * n_kills), "--checkpoint-steps", "1", "--probes", "0"]
+    words += ["--images", str(120 * n_kills), "--checkpoint-steps", "1", "--probes", "0", "--classifier", "linear"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([sys.executable, "-m", "streamclr", *words, "--out", str(whole)], check=True, capture_output=True)
     assert kill_and_restart(killed, [*words, "--out", str(killed)], n_kills, seed=0) == n_kills

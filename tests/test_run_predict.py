@@ -54,7 +54,7 @@ def check(path, account):
 def config(tmp_path):
     return RunOptions(
         source=f"folder:{make_folder(tmp_path / 'images')}?stc=5", buffer=8, width=1, images=80, probes=0,
-        fractions="1", checkpoint_steps=2, out=str(tmp_path / "run"),
+        fractions="1", classifier="linear", checkpoint_steps=2, out=str(tmp_path / "run"),
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_a_run_with_predictions_is_the_same_run(config, tmp_path):
 @pytest.mark.system
 def test_on_two_threads_too(config, tmp_path):
     words = ["run", "--source", config.source, "--buffer", "16", "--width", "8", "--images", "64"]
-    words += ["--probes", "0", "--fractions", "1", "--checkpoint-steps", "1"]
+    words += ["--probes", "0", "--fractions", "1", "--classifier", "linear", "--checkpoint-steps", "1"]
     for name, more in (("plain", []), ("predicting", ["--predict"])):
         command = [*STREAMCLR, *words, *more, "--out", str(tmp_path / name)]
         # Threads that wait do not spin: on a machine with other work they would for minutes.
@@ -186,7 +186,7 @@ from streamclr.cli import entry
 file, learn_many = Path(sys.argv[1]) / "predictions.jsonl", learner.Learner.learn_many
 def n_lines():
     return file.read_bytes().count(b"\\n")
-def slow_step(self, images):
+def slow_step(self, images, tracks=None):
     before = n_lines()
     while n_lines() < before + 100:
         time.sleep(0.01)
@@ -289,9 +289,9 @@ def note(**what):
     log.write(json.dumps(what) + "\\n")
 
 saved, challengers = [], []
-learn_many, save, train_head = learner.Learner.learn_many, checkpoint.Checkpoints.save, challenger.train_head
+learn_many, save, fit_linear = learner.Learner.learn_many, checkpoint.Checkpoints.save, challenger.fit_linear
 
-def staged_step(self, images):
+def staged_step(self, images, tracks=None):
     number, before = self.n_steps + 1, n_lines()
     if number in (5, 8, 11):  # the test gives labels, and says so
         (path.parent / f"labels-{number}").touch()
@@ -300,7 +300,7 @@ def staged_step(self, images):
         wait(lambda: len(saved) >= (number - 4) // 3 or refused(), f"a head at step {number}")
     if number == 15:
         wait(lambda: not (saved and saved[-1] not in os.listdir(path / "served")), "a version that is saved")
-        challenger.train_head = worse
+        challenger.fit_linear = worse
     step = learn_many(self, images)
     behind = min(289, 16 * (number + 1))  # frames of this step and the next
     wait(lambda: n_lines() >= behind, f"predictions during step {number}")
@@ -329,7 +329,7 @@ def staged_save(self, number, state):
     return save(self, number, state)
 
 def worse(*arguments, **options):
-    head = train_head(*arguments, **options)
+    head = fit_linear(*arguments, **options)
     head.linear.weight.copy_(head.linear.weight.roll(1, 0))
     head.linear.bias.copy_(head.linear.bias.roll(1, 0))
     note(worse=True)

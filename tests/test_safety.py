@@ -189,6 +189,7 @@ def runs(tmp_path_factory):
     path, _ = run(
         RunOptions(
             source=f"folder:{folder}", buffer=8, width=2, lr=1e-3, stc=5, images=40, probes=0, fractions="1",
+            classifier="linear",
             label_budget="12", out=str(place / "runs" / "ants"),
         )
     )  # fmt: skip

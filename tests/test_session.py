@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -306,7 +307,7 @@ def test_taken_back_to_one_class_there_is_no_classifier(session):
     assert session.train() is None
     session.labels.answer("answer-2", "label", keys_of[1], 2)
     assert session.train().classes == [1, 2]
-    assert session.heads.load_head()[1] == ["red", "green"]
+    assert session.heads.load().classes == ["red", "green"]
     session.labels.undo("undo-1")
     assert session.train() is None
     state = session.state()
@@ -314,7 +315,7 @@ def test_taken_back_to_one_class_there_is_no_classifier(session):
     assert not state["accuracy"]["training"]
     assert all(task["guess"] is None for task in state["next"])
     with pytest.raises(UserError, match="has no classifier"):
-        session.heads.load_head()
+        session.heads.load()
     session.labels.undo("undo-2")
     assert session.train() is None
     assert session.state()["last"] is None
@@ -323,14 +324,36 @@ def test_taken_back_to_one_class_there_is_no_classifier(session):
 def test_a_class_without_labels_is_none_of_the_classifiers(session):
     answer_all(session, 12, class_of=lambda question: 1 if question.arrival % 2 else 3)
     assert session.train().classes == [1, 3]
-    head, names = session.heads.load_head()
-    assert names == ["red", "blue"]
-    assert head.linear.out_features == 2
+    classifier = session.heads.load()
+    assert classifier.classes == ["red", "blue"]
+    assert classifier.head.linear.out_features == 2
     assert {task["guess"]["class"] for task in session.state()["next"]} <= {1, 3}
     assert [c["n"] for c in session.state()["classes"]] == [
         sum(question.arrival % 2 == odd for question in session.questions[:12]) if odd is not None else 0
         for odd in (1, None, 0)
     ]
+
+
+def test_a_fine_tuned_classifier_stays_until_a_better_one_is_there(session, monkeypatch):
+    monkeypatch.setattr(
+        session_module, "choose_classifier", partial(session_module.choose_classifier, steps=20, quiet=True)
+    )
+    answer_all(session, 15, lambda question: question.arrival % COLOURS + 1)
+    trained = session.train("finetuned")
+    assert (trained.kind, trained.n_labels, trained.why[:11]) == ("finetuned", 15, "fine-tuned:")
+    info, classifier = session.heads.labelled(), session.heads.load()
+    assert (info.kind, info.has_encoder, info.n_labels) == ("finetuned", True, 15)
+    images = torch.stack([session._image(question.key) for question in session.questions])
+    assert torch.allclose(classifier.probabilities(images), trained.probabilities, atol=1e-5)
+    session.heads.save_labelled(classifier.head, info.classes, info.encoder, 15, 1.0, 3, "finetuned", classifier.model)
+    answer_all(session, 18, lambda question: question.arrival % COLOURS + 1)
+    assert session.train().kind == "linear"  # what the page guesses with
+    assert session.heads.labelled().kind == "finetuned"  # what is served
+    assert "is fine-tuned, and better than a new linear one: streamclr label train" in session.state()["message"]
+    session.heads.save_labelled(classifier.head, info.classes, info.encoder, 15, 0.0, 3, "finetuned", classifier.model)
+    session.train()
+    assert (session.heads.labelled().kind, session.heads.labelled().n_labels) == ("linear", 18)
+    assert session.state()["message"] == ""
 
 
 def test_a_renamed_class_has_its_new_name_in_the_saved_classifier(session, working):
@@ -339,8 +362,8 @@ def test_a_renamed_class_has_its_new_name_in_the_saved_classifier(session, worki
     until(lambda: not session.is_behind())
     session.labels.rename_class(2, "grün")
     worker.wake()
-    until(lambda: "grün" in session.heads.load_head()[1])
-    assert session.heads.load_head()[1] == ["red", "grün", "blue"]
+    until(lambda: "grün" in session.heads.load().classes)
+    assert session.heads.load().classes == ["red", "grün", "blue"]
 
 
 def test_unsure_and_skipped_images_are_not_learned_from(session):
@@ -452,13 +475,12 @@ def test_the_worker_takes_the_last_encoder_when_the_run_is_finished(tmp_path, wo
         one.labels.add_class(name)
     answer_all(one, 9)
     until(lambda: (path / "labelled.safetensors").exists())
-    with pytest.raises(UserError, match=r"is for the encoder of step 1, .*: streamclr label train"):
-        Heads(directory).load_head()
+    assert Heads(directory).labelled().encoder == "the encoder of step 1"
     finish(path)
     until(lambda: one.model_of == FINISHED and not one.is_behind())
-    head, names = Heads(directory).load_head()
-    assert names == ["red", "green", "blue"]
-    assert torch.equal(head(one.features).softmax(1), one.trained.probabilities)
+    classifier = Heads(directory).load()
+    assert classifier.classes == ["red", "green", "blue"]
+    assert torch.equal(classifier.head(one.features).softmax(1), one.trained.probabilities)
     assert len(one.questions) == 30
 
 
@@ -482,7 +504,7 @@ def test_who_opens_the_page_again_has_the_newest_encoder_and_keeps_the_questions
     worker.look_anew()
     until(lambda: one.model_of == "the encoder of step 3" and not one.is_behind())
     assert keys(one) == second
-    assert one.heads.load_head(encoder="the encoder of step 3")
+    assert one.heads.load().classes == ["red", "green", "blue"]
 
 
 def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_path, monkeypatch):
@@ -502,11 +524,11 @@ def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_pa
         with pytest.raises(OSError, match="Input/output error"):
             one.prepare()
     one.train()
-    with pytest.raises(UserError, match="is for the encoder of step 1"):
-        one.heads.load_head()
+    with pytest.raises(UserError, match=r"is for the encoder of step 1, .*: streamclr label train"):
+        one.heads.load()
     one.prepare()
     one.train()
-    assert one.heads.load_head()[1] == ["red", "green", "blue"]
+    assert one.heads.load().classes == ["red", "green", "blue"]
 
 
 def test_the_worker_outlives_a_full_disk(session, working, monkeypatch):
@@ -524,7 +546,7 @@ def test_the_worker_outlives_a_full_disk(session, working, monkeypatch):
     full[0] = False
     until(lambda: not session.is_behind())
     assert session.state()["message"] == ""
-    assert session.heads.load_head()
+    assert session.heads.load()
 
 
 def test_the_worker_outlives_a_database_that_others_hold(session, working, monkeypatch):

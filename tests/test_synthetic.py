@@ -16,6 +16,15 @@ def test_tracks_are_stc_long_and_change_class():
     assert counts.tolist() == [50] * 10
 
 
+def test_tracks_have_numbers():
+    stream = open_stream("synthetic:?stc=7&train=20&test=10")
+    assert stream.tracks(torch.arange(21)).tolist() == [0] * 7 + [1] * 7 + [2] * 7
+    assert stream.shard(1, 2, 7).tracks(torch.arange(14)).tolist() == [1] * 7 + [3] * 7
+    assert stream.train.tracks.tolist() == list(range(20))  # each a frame of that track of the stream
+    assert np.array_equal(stream.source.labels(7 * stream.train.tracks), stream.train.labels)
+    assert stream.test.tracks.min() > 10**18  # of tracks that the stream never shows
+
+
 def test_consecutive_frames_are_alike_and_not_the_same():
     images = open_stream("synthetic:?stc=50").read(200).float()
     change = (images[1:] - images[:-1]).abs().mean((1, 2, 3))

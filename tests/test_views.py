@@ -139,3 +139,10 @@ def test_bad_options(options):
 def test_views_are_of_stored_images(change):
     with pytest.raises(UserError, match="uint8"):
         StrongViews()(change(random_images(4)), generator())
+
+
+def test_without_the_flip_no_view_is_mirrored():
+    draws = [StrongViews(flip=flip).draw((64, 3, 16, 16), torch.Generator().manual_seed(0)) for flip in (True, False)]
+    mirrored, plain = (draw.crop[:, 0, 0] for draw in draws)
+    assert (mirrored < 0).any()
+    assert (plain > 0).all()

@@ -1,5 +1,7 @@
 """The buffer B and the pool B ∪ I from which a policy chooses the next B."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.base.options import parse_size
 
 
 @dataclass
@@ -49,20 +52,36 @@ def checked_keep(keep: Any, pool: Pool, size: int) -> Tensor:
 COLUMNS = ("images", "scores", "ages", "arrivals")
 
 
-class Buffer:
-    """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one more segment."""
+def n_that_fit(size: int | str, shape: Sequence[int], neighbours: bool) -> int:
+    """How many images of this shape a buffer holds.
 
-    def __init__(self, size: int, device: torch.device | str = "cpu"):
-        if size < 2:
-            raise UserError(f"buffer_size is {size}: use at least 2, an image needs another to contrast with")
-        self.size, self.device = size, torch.device(device)
+    size: in bytes, as "10M"; or the number itself.
+    neighbours: whether a neighbouring frame is kept beside each image.
+    """
+    n = size if isinstance(size, int) else parse_size(size, "buffer") // (math.prod(shape) * (1 + neighbours))
+    if n < 2:
+        holds = "" if isinstance(size, int) else f", {n} images of {shape[-1]} px"
+        raise UserError(f"buffer is {size}{holds}: use at least 2 images, one needs another to contrast with")
+    return n
+
+
+class Buffer:
+    """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one more segment.
+
+    neighbours: keep a neighbouring frame beside each image.
+    """
+
+    def __init__(self, size: int, device: torch.device | str = "cpu", neighbours: bool = False):
+        self.size, self.device = n_that_fit(size, (), neighbours), torch.device(device)
         self.n_seen = 0  # images offered so far
         self._n = self._end = 0  # images in the buffer; those from _n to _end the last step did not keep
+        self._names = (*COLUMNS, "neighbours") if neighbours else COLUMNS
         self._allocate(size, (3, 0, 0))
 
     def _allocate(self, rows: int, shape: tuple[int, ...]) -> None:
         try:
             self._images = torch.empty(rows, *shape, dtype=torch.uint8, device=self.device)
+            self._neighbours = torch.empty_like(self._images) if self.has_neighbours else None
         except RuntimeError:
             raise UserError(f"no memory for {rows} images of {shape}: use a smaller buffer or smaller images") from None
         self._scores = torch.full((rows,), torch.nan, device=self.device)
@@ -70,8 +89,13 @@ class Buffer:
         self._arrivals = torch.zeros(rows, dtype=torch.long, device=self.device)
 
     @property
+    def has_neighbours(self) -> bool:
+        return "neighbours" in self._names
+
+    @property
     def _columns(self) -> tuple[Tensor, ...]:
-        return self._images, self._scores, self._ages, self._arrivals
+        columns = self._images, self._scores, self._ages, self._arrivals
+        return columns if self._neighbours is None else (*columns, self._neighbours)
 
     def __len__(self) -> int:
         return self._n
@@ -92,8 +116,11 @@ class Buffer:
     def arrivals(self) -> Tensor:
         return self._arrivals[: self._n]
 
-    def pool(self, segment: Tensor) -> Pool:
-        """The pool of the buffer and a new segment; every image of the buffer is one step older."""
+    def pool(self, segment: Tensor, neighbours: Tensor | None = None) -> Pool:
+        """The pool of the buffer and a new segment; every image of the buffer is one step older.
+
+        neighbours: a neighbouring frame of each image of the segment, where the buffer keeps them.
+        """
         shape = tuple(segment.shape[1:])
         if self._n and shape != tuple(self._images.shape[1:]):
             raise UserError(
@@ -112,12 +139,14 @@ class Buffer:
                     column[: self._n] = values
         new = slice(self._n, end)
         self._images[new] = segment
+        if self._neighbours is not None:
+            self._neighbours[new] = segment if neighbours is None else neighbours
         self._scores[new] = torch.nan
         self._ages[: self._n] += 1
         self._ages[new] = 0
         self._arrivals[new] = torch.arange(self.n_seen, self.n_seen + len(segment), device=self.device)
         self.n_seen += len(segment)
-        images, scores, ages, arrivals = (column[:end] for column in self._columns)
+        images, scores, ages, arrivals = (column[:end] for column in self._columns[: len(COLUMNS)])
         return Pool(images, scores, ages, arrivals, n_buffer=self._n)
 
     def replace(self, pool: Pool, keep: Tensor) -> int:
@@ -137,7 +166,7 @@ class Buffer:
 
     def left(self) -> dict[str, Tensor]:
         """The images that the last step removed from the buffer, with their last scores."""
-        behind = {name: column[self._n : self._end] for name, column in zip(COLUMNS, self._columns, strict=True)}
+        behind = {name: column[self._n : self._end] for name, column in zip(self._names, self._columns, strict=True)}
         return {name: column[behind["ages"] > 0] for name, column in behind.items()}
 
     def undo(self) -> None:
@@ -149,22 +178,29 @@ class Buffer:
         self._ages[: self._n] -= 1
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """`n` different images, uniformly; all of them, in place, if there are no more."""
+        """The rows of `n` different images, uniformly; all of them, in order, if there are no more."""
         if n >= self._n:
-            return self.images
-        return self.images[torch.randperm(self._n, generator=generator, device=self.device)[:n]]
+            return torch.arange(self._n, device=self.device)
+        return torch.randperm(self._n, generator=generator, device=self.device)[:n]
+
+    def pairs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and their neighbours; where no neighbours are kept, an image is its own."""
+        if len(rows) == self._n:  # all of them, in place; their order does not matter
+            rows = slice(None)  # type: ignore[assignment]
+        images = self.images[rows]
+        return images, images if self._neighbours is None else self._neighbours[: self._n][rows]
 
     def state_dict(self, copy: bool = True) -> dict[str, Tensor | int]:
-        columns = {name: column[: self._n] for name, column in zip(COLUMNS, self._columns, strict=True)}
+        columns = {name: column[: self._n] for name, column in zip(self._names, self._columns, strict=True)}
         return {**{name: t.clone() if copy else t for name, t in columns.items()}, "n_seen": self.n_seen}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        if missing := [name for name in (*COLUMNS, "n_seen") if name not in state]:
-            raise UserError(f"the saved buffer has no {', '.join(missing)}: use the state of a learner")
-        columns = [state[name] for name in COLUMNS]
+        if missing := [name for name in (*self._names, "n_seen") if name not in state]:
+            raise UserError(f"the saved buffer has no {', '.join(missing)}: use the state of a learner like this one")
+        columns = [state[name] for name in self._names]
         assert isinstance(columns[0], Tensor)
         if (n := len(columns[0])) > self.size:
-            raise UserError(f"the saved buffer holds {n} images, this one {self.size}: use buffer_size={n}")
+            raise UserError(f"the saved buffer holds {n} images, this one {self.size}: use buffer={n}")
         self._n, self._end, self.n_seen = n, n, int(state["n_seen"])
         self._allocate(2 * self.size, tuple(columns[0].shape[1:]))
         for column, values in zip(self._columns, columns, strict=True):

@@ -56,9 +56,16 @@ class Head(nn.Module):
         load_weights(head, dict(state), where)
         return head.eval().requires_grad_(False)
 
-    def fit_scale(self, features: Tensor) -> None:
-        self.mean.copy_(features.mean(0))
-        self.std.copy_(features.std(0, correction=0).clamp(min=1e-6))
+    def fit_scale(self, features: Tensor, weights: Tensor | None = None) -> None:
+        """weights: of the rows; a row of twice the weight counts as two."""
+        if weights is None:
+            mean, std = features.mean(0), features.std(0, correction=0)
+        else:
+            shares = (weights / weights.sum())[:, None]
+            mean = (shares * features).sum(0)
+            std = (shares * (features - mean).square()).sum(0).sqrt()
+        self.mean.copy_(mean)
+        self.std.copy_(std.clamp(min=1e-6))
 
     def forward(self, features: Tensor) -> Tensor:
         return self.linear((features - self.mean) / self.std)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
-from streamclr.buffer import Pool, checked_keep
-from streamclr.policy import Policy, load_policy_state, policy_state
+from streamclr.buffer import Buffer, Pool, checked_keep
+from streamclr.policy import Policy, draw_batch, load_policy_state, policy_state
 
 # From the mildest to the worst: if too few images are left, hidden ones come back in this order.
 GUARDS = ("stay", "duplicates", "quarantine", "smear", "noise", "blank")
@@ -75,6 +75,9 @@ class Guarded:
         if looks is not None:
             self._note_suspects(pool, keep, looks)
         return keep
+
+    def draw(self, buffer: Buffer, n: int, model: nn.Module, generator: torch.Generator) -> Tensor:
+        return draw_batch(self.policy, buffer, n, model, generator)
 
     def _hide(self, pool: Pool, size: int) -> tuple[Tensor, Tensor | None]:
         """For each image the index of the worst guard that hides it, or -1; and the appearances, if computed."""

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from streamclr.base.errors import NotFinite, UserError
+from streamclr.base.options import parse_size
 from streamclr.base.tensors import load_weights
-from streamclr.buffer import Buffer
+from streamclr.buffer import Buffer, n_that_fit
 from streamclr.compute.adam import Adam
 from streamclr.compute.chunked import backward, check_can_chunk
-from streamclr.compute.memory import MemoryPlan, make_plan, parse_size
+from streamclr.compute.memory import MemoryPlan, make_plan
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import checked_images, seeded
 from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
+from streamclr.encoders.stages import set_trained
+from streamclr.encoders.weights import make_encoder
 from streamclr.loss import nt_xent
-from streamclr.policy import ContrastScoring, Policy, check_resumable, load_policy_state, policy_name, policy_state
+from streamclr.policy import POLICIES, Policy, check_resumable, draw_batch, load_policy_state, policy_name, policy_state
+from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
 from streamclr.views import StrongViews, ViewPairs
 
@@ -52,14 +56,46 @@ class Step:
         )
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How an encoder is trained; docs/log.md tells how these were found."""
+
+    policy: str
+    buffer: int | str  # images, or bytes as "24M"
+    lr: float
+    temperature: float
+    positives: str  # two views of one frame, "views", or of two neighbouring ones, "time"
+    train: str  # which parts of the encoder learn, see `set_trained`
+    crop: float  # smallest share of the image in a view
+    flip: bool  # mirror half of the views
+
+    def as_options(self) -> dict[str, Any]:
+        """By the names and values of the options of a run."""
+        return {**asdict(self), "flip": "on" if self.flip else "off"}
+
+
+# The paper's, for random weights; and for a public encoder that is adapted to what a camera sees.
+FROM_SCRATCH = Recipe("contrast", 256, lr=1e-4, temperature=0.5, positives="views", train="all", crop=0.2, flip=True)
+ADAPT = Recipe("reservoir", "24M", lr=3e-4, temperature=0.2, positives="time", train="3", crop=0.2, flip=False)
+BATCH_SIZE = 64  # unless the batch is the whole buffer
+POSITIVES = ("views", "time")
+
+
 class Learner:
     """Learns an encoder from segments of an unlabelled stream, with a small buffer of the images that teach the most.
 
-    encoder: any module that maps images to features, or a ContrastiveModel, which includes a projection head; default:
-        a ResNet-18 with the small stem.
-    policy: which images stay in the buffer; default: contrast scoring.
-    buffer_size: N, images in the buffer.
-    batch_size: images of one update, drawn uniformly from the buffer; default: the whole buffer.
+    encoder: the name of a public encoder, as "mobilenet_v2", which is then adapted; any module that maps images to
+        features; or a ContrastiveModel, which includes a projection head. Default: a ResNet-18 with the small stem.
+    policy: which images stay in the buffer.
+    buffer: N, images in the buffer; or its size in bytes, as "10M".
+    batch_size: images of one update, drawn uniformly from the buffer; default: the whole buffer if it is given in
+        images, else 64.
+    temperature, lr: default: those of ADAPT for an encoder with a name, else of FROM_SCRATCH, which is the paper's; so
+        are policy, buffer, positives, train and views.
+    positives: `views` contrasts two views of one frame, `time` views of two neighbouring frames, the second of which is
+        kept in the buffer beside the first.
+    train: which parts of the encoder learn: "all", "norms", or as many last stages as "3".
+    reach: frames between two neighbours at most.
     memory: limit for the whole process, as "600M" or "1.5G"; the views then go through the model in chunks, with the
         same result. A limit that is too low is refused at the first segment.
     compile: compile the model with torch: narrow encoders gain a third, after a minute; needs a C++ compiler.
@@ -69,15 +105,18 @@ class Learner:
 
     def __init__(
         self,
-        encoder: nn.Module | None = None,
+        encoder: nn.Module | str | None = None,
         policy: Policy | None = None,
-        buffer_size: int = 256,
+        buffer: int | str | None = None,
         batch_size: int | None = None,
         updates_per_segment: int = 1,
-        temperature: float = 0.5,
-        lr: float = 1e-4,
+        temperature: float | None = None,
+        lr: float | None = None,
         weight_decay: float = 1e-4,
         views: StrongViews | None = None,
+        positives: str | None = None,
+        train: str | None = None,
+        reach: int = REACH,
         memory: str | int | None = None,
         compile: bool = False,
         seed: int = 0,
@@ -85,25 +124,38 @@ class Learner:
     ):
         self.device = find_device(device)
         self.ranks = OneProcess()
-        self.policy = ContrastScoring() if policy is None else policy
-        self.buffer = Buffer(buffer_size, self.device)
-        self.batch_size = buffer_size if batch_size is None else batch_size
-        for name, value, least in (("batch_size", self.batch_size, 2), ("updates_per_segment", updates_per_segment, 1)):
+        recipe = ADAPT if isinstance(encoder, str) else FROM_SCRATCH
+        self.policy = POLICIES[recipe.policy]() if policy is None else policy
+        buffer = recipe.buffer if buffer is None else buffer
+        temperature = recipe.temperature if temperature is None else temperature
+        lr = recipe.lr if lr is None else lr
+        self.positives = recipe.positives if positives is None else positives
+        if self.positives not in POSITIVES:
+            raise UserError(f"positives is {positives!r}: use {' or '.join(POSITIVES)}")
+        # In bytes: known when the first segment tells the size of an image.
+        self._buffer_bytes = buffer if isinstance(buffer, str) else None
+        whole = BATCH_SIZE if isinstance(buffer, str) else buffer
+        self.batch_size = whole if batch_size is None else batch_size
+        self.buffer = self._make_buffer(self.batch_size if isinstance(buffer, str) else buffer)
+        for name, value, least in (
+            ("batch_size", self.batch_size, 2),
+            ("updates_per_segment", updates_per_segment, 1),
+            ("reach", reach, 1),
+        ):
             if value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")
-        if self.batch_size > buffer_size:
-            raise UserError(
-                f"batch_size is {batch_size}, more than buffer_size ({buffer_size}): a batch is drawn from it"
-            )
+        self.reach = reach
         if not (temperature > 0 and lr > 0 and weight_decay >= 0):
             raise UserError(
                 f"temperature ({temperature}) and lr ({lr}) must be above 0, weight_decay ({weight_decay}) not below"
             )
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
-        self.views = StrongViews() if views is None else views
+        self.views = StrongViews((recipe.crop, 1.0), flip=recipe.flip) if views is None else views
         with seeded(seed):
-            encoder = resnet18() if encoder is None else encoder
+            encoder = make_encoder(encoder) if isinstance(encoder, str) else resnet18() if encoder is None else encoder
             model = encoder if isinstance(encoder, ContrastiveModel) else ContrastiveModel(encoder)
+            has_stages = hasattr(model.encoder, "stages")
+            set_trained(model, train or (recipe.train if has_stages else "all"))
             self._random_state = torch.get_rng_state()  # of the model's own randomness, such as dropout
         self.model = model.to(self.device)
         self.optimizer = Adam(self.model.parameters(), lr, weight_decay)
@@ -133,21 +185,25 @@ class Learner:
     # ------------------------------------------------------------------------------------------------------------
     # The method (Sec. III): choose the buffer anew from the buffer and the segment, then update on the buffer.
 
-    def learn_many(self, images: Tensor | np.ndarray) -> Step:
-        """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, any n."""
+    def learn_many(self, images: Tensor | np.ndarray, tracks: Tensor | None = None) -> Step:
+        """Learn from one segment I of the stream: uint8 images, n x 3 x H x W, any n.
+
+        tracks: for positives in time: a number for each image, equal for those without a cut between them; default:
+            cuts are found in the pixels.
+        """
         images = checked_images(images, "the segment")
-        if self.memory is not None:
-            self.fit(images.shape)
+        self.fit(images.shape)
         n_before, started = len(self.buffer), perf_counter()
-        pool = self.buffer.pool(images)  # B ∪ I
         with self._undone_if_not_finite(), self._own_random_state():
+            pool = self.buffer.pool(images, self._neighbours(images, tracks))  # B ∪ I
             with self.ranks.together():
                 keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN of S(x), Eq. 3
                 n_kept = self.buffer.replace(pool, keep)  # the new B
             losses, scored = [], perf_counter()
             for _ in range(self.updates_per_segment):
-                batch = self.buffer.draw(self.batch_size, self.generator)  # n x 3 x H x W
-                views = ViewPairs(self.views, batch, self.generator)  # 2n x 3 x H x W
+                rows = draw_batch(self.policy, self.buffer, self.batch_size, self.model, self.generator)
+                batch, neighbours = self.buffer.pairs(rows)  # n x 3 x H x W each
+                views = ViewPairs(self.views, batch, self.generator, neighbours)  # 2n x 3 x H x W
                 loss, spread = self._backward(views, lambda z0, z1: nt_xent(z0, z1, self.temperature))  # Eq. 1
                 self.optimizer.step()
                 losses.append(loss)
@@ -165,6 +221,15 @@ class Learner:
             seconds_training=trained - scored,
             spread=spread,
         )
+
+    def _neighbours(self, images: Tensor, tracks: Tensor | None) -> Tensor | None:
+        """A neighbouring frame of each image of the segment, if the second views are of those."""
+        if self.positives == "views":
+            return None
+        if tracks is not None and tracks.shape != (len(images),):
+            raise UserError(f"tracks has shape {tuple(tracks.shape)} for {len(images)} images: use one number for each")
+        scenes = find_scenes(images) if tracks is None else tracks
+        return images[draw_neighbours(scenes.to(images.device), self.generator, self.reach).to(images.device)]
 
     def _backward(self, views: ViewPairs, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
         """Set the gradient of the loss, checked to be finite. Returns the loss and the spread of the projections.
@@ -235,12 +300,20 @@ class Learner:
         moments = [*self.optimizer.means, *self.optimizer.squares]
         return all_finite([*self.model.parameters(), *self.model.buffers(), *moments])
 
-    def fit(self, shape: Sequence[int]) -> MemoryPlan:
-        """The plan by which a step on segments of this shape keeps to the memory limit; an error if none does."""
-        assert self.memory is not None
-        if self.plan is None:
+    def _make_buffer(self, size: int) -> Buffer:
+        if self.batch_size > size:
+            raise UserError(f"batch_size is {self.batch_size}, and the buffer holds {size}: a batch is drawn from it")
+        return Buffer(size, self.device, self.positives == "time")
+
+    def fit(self, shape: Sequence[int]) -> MemoryPlan | None:
+        """Fit buffer and memory to segments of this shape, once. Returns the plan by which a step keeps to the memory
+        limit, if there is one; an error if none does."""
+        if self._buffer_bytes is not None and not self.buffer.n_seen:
+            self.buffer = self._make_buffer(n_that_fit(self._buffer_bytes, shape[1:], self.positives == "time"))
+        if self.plan is None and self.memory is not None:
             self.optimizer.keep_gradients()
-            n_images = self.buffer.size + 2 * shape[0]  # the segment itself, and its copy behind the buffer
+            # The segment itself, and its copy behind the buffer; with a neighbour beside each.
+            n_images = (self.buffer.size + 2 * shape[0]) * (1 + self.buffer.has_neighbours)
             self.plan = make_plan(
                 self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score
             )
@@ -295,7 +368,10 @@ class Learner:
         """Go on as the learner whose state this is. A state that does not fit changes nothing."""
         if missing := [key for key in STATE_KEYS if key not in state]:
             raise UserError(f"the saved state has no {', '.join(missing)}: use what Learner.state_dict() returned")
-        buffer, generator = Buffer(self.buffer.size, self.device), torch.Generator(self.device)
+        size = self.buffer.size
+        if self._buffer_bytes is not None and "images" in state["buffer"]:
+            size = n_that_fit(self._buffer_bytes, state["buffer"]["images"].shape[1:], self.positives == "time")
+        buffer, generator = self._make_buffer(size), torch.Generator(self.device)
         buffer.load_state_dict(state["buffer"])
         random_state = state.get("random_state", self._random_state)  # a state of an older version has none
         try:

@@ -5,11 +5,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_seed, one_of
-from streamclr.buffer import Pool
+from streamclr.base.statistics import uniform
+from streamclr.buffer import Buffer, Pool
 from streamclr.compute.fast_scoring import PRECISIONS, fastest
 from streamclr.encoders.inference import infer, infer_views, inference_mode
 from streamclr.loss import nt_xent
@@ -18,8 +20,16 @@ from streamclr.views import StrongViews
 
 
 class Policy(Protocol):
+    """A policy may also have a method `draw`, as ScoredReservoir has: which images of the buffer an update takes."""
+
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         """The indices of the `size` images of the pool that stay, each once, in any order."""
+
+
+def draw_batch(policy: Policy, buffer: Buffer, n: int, model: nn.Module, generator: torch.Generator) -> Tensor:
+    """The rows of the buffer that an update takes: as the policy says, else uniformly."""
+    draw = getattr(policy, "draw", None)
+    return buffer.draw(n, generator) if draw is None else draw(buffer, n, model, generator)
 
 
 class ContrastScoring:
@@ -169,6 +179,96 @@ def k_center(features: Tensor, size: int, first: int = 0) -> Tensor:
     return chosen
 
 
+class MinRed:
+    """Keep images that differ: of the two most alike in feature space the older one goes (Purushwalkam et al. 2022).
+
+    Features are computed once, when an image arrives: the encoder changes slowly, so that they stay comparable.
+    """
+
+    def __init__(self) -> None:
+        self._features = torch.empty(0, 0)  # of the images that were kept, unit length
+        self._arrivals = torch.empty(0, dtype=torch.long)
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        arrivals = pool.arrival.cpu()
+        new = ~torch.isin(arrivals, self._arrivals)
+        found = F.normalize(infer(model, pool.images[new.to(pool.age.device)], getattr(model, "features", None)), dim=1)
+        features = found.new_empty(len(pool), found.shape[1], device="cpu")
+        features[new] = found.cpu()
+        order = self._arrivals.argsort()
+        if len(order):
+            features[~new] = self._features[order[torch.searchsorted(self._arrivals[order], arrivals[~new])]]
+        keep = least_redundant(features, size, arrivals)
+        self._features, self._arrivals = features[keep], arrivals[keep]
+        return keep.to(pool.age.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"features": self._features, "arrivals": self._arrivals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._features, self._arrivals = state["features"], state["arrivals"]
+
+
+def least_redundant(features: Tensor, size: int, arrivals: Tensor) -> Tensor:
+    """`size` rows of unit length: as long as there are more, of the two most similar the one that came first goes."""
+    similarity = features @ features.T
+    similarity.fill_diagonal_(-torch.inf)
+    nearest, which = similarity.max(1)
+    stays = torch.ones(len(features), dtype=torch.bool)
+    for _ in range(len(features) - size):
+        one = int(nearest.argmax())
+        other = int(which[one])
+        goes = one if arrivals[one] < arrivals[other] else other
+        stays[goes], nearest[goes] = False, -torch.inf
+        similarity[:, goes] = -torch.inf
+        lost = ((which == goes) & stays).nonzero()[:, 0]  # those whose nearest has gone
+        nearest[lost], which[lost] = similarity[lost].max(1)
+    return stays.nonzero()[:, 0]
+
+
+class Mixture:
+    """Part of the buffer by contrast score, the rest a uniform draw of the stream so far.
+
+    share: of the buffer, by score.
+    rescore_every: as of ContrastScoring.
+    """
+
+    def __init__(self, share: float = 0.5, rescore_every: int = 20, seed: int = 0):
+        if not 0 <= share <= 1:
+            raise UserError(f"share is {share}: use 0 (all by chance) to 1 (all by score)")
+        self.share, self.seed, self.scoring = share, checked_seed(seed), ContrastScoring(rescore_every)
+
+    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
+        best = self.scoring.keep(pool, round(self.share * size), model)
+        # A key that depends on the image's number alone: the largest keys so far are a uniform draw of the stream.
+        keys = torch.from_numpy(uniform(pool.arrival.cpu().numpy(), self.seed)).to(pool.age.device)
+        keys[best] = -1
+        return torch.cat([best, keys.topk(size - len(best)).indices])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scoring.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scoring.load_state_dict(state)
+
+
+class ScoredReservoir(Reservoir):
+    """A reservoir decides what stays, and the contrast score what is drawn from it for an update.
+
+    times: so many times the batch are scored, and the highest scores are drawn.
+    """
+
+    def __init__(self, times: int = 2, seed: int = 0):
+        if times < 1:
+            raise UserError(f"times is {times}: use 1 (no scores) or more")
+        super().__init__(seed)
+        self.times = times
+
+    def draw(self, buffer: Buffer, n: int, model: nn.Module, generator: torch.Generator) -> Tensor:
+        rows = buffer.draw(self.times * n, generator)
+        return rows if len(rows) <= n else rows[contrast_score(model, buffer.images[rows]).topk(n).indices]
+
+
 POLICIES: dict[str, type] = {
     "contrast": ContrastScoring,
     "random": RandomReplace,
@@ -176,6 +276,9 @@ POLICIES: dict[str, type] = {
     "selective-bp": SelectiveBackprop,
     "k-center": KCenter,
     "reservoir": Reservoir,
+    "min-red": MinRed,
+    "mixture": Mixture,
+    "scored-reservoir": ScoredReservoir,
 }
 
 

@@ -29,6 +29,7 @@ class StrongViews:
         and 1 from there on, as SimCLR does for CIFAR-10 and ImageNet.
     jitter, grey: probabilities of the colour jitter and of grey.
     blur: probability of a Gaussian blur; None is 0 below 64 px and 0.5 from there on.
+    flip: mirror half of the views; leave it out where a mirror image means something else, as with signs and text.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class StrongViews:
         jitter: float = 0.8,
         grey: float = 0.2,
         blur: float | None = None,
+        flip: bool = True,
     ):
         if not (isinstance(scale, tuple | list) and len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1):
             raise UserError(f"scale is {scale}: use the smallest and largest share of the image, as (0.2, 1.0)")
@@ -47,6 +49,7 @@ class StrongViews:
             if probability is not None and not 0 <= probability <= 1:
                 raise UserError(f"{name} is {probability}: use a probability, 0 to 1")
         self.scale, self.strength, self.jitter, self.grey, self.blur = scale, strength, jitter, grey, blur
+        self.flip = flip
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """One view of each stored uint8 image: n x 3 x H x W in [0, 1], on the images' device."""
@@ -69,7 +72,7 @@ class StrongViews:
         first = fits.int().argmax(1, keepdim=True)
         width, height = (torch.where(fits, side, 1.0).gather(1, first)[:, 0] for side in (width, height))
         left, top = (1 - width) * uniform(-1, 1), (1 - height) * uniform(-1, 1)  # centre, in [-1, 1]
-        mirror = (uniform(0, 1) < 0.5).float() * 2 - 1
+        mirror = (uniform(0, 1) < 0.5).float() * 2 - 1 if self.flip else 1.0
         crop = torch.zeros(n, 2, 3, device=device)
         crop[:, 0, 0], crop[:, 0, 2], crop[:, 1, 1], crop[:, 1, 2] = width * mirror, left, height, top
         s = min(1.0, 0.8 * strength)
@@ -89,18 +92,25 @@ class StrongViews:
 
 
 class ViewPairs:
-    """Two random views of each of n images, made when they are asked for: rows i and n + i are views of image i."""
+    """Two random views of each of n images, made when they are asked for: rows i and n + i are views of image i.
 
-    def __init__(self, views: StrongViews, images: Tensor, generator: torch.Generator):
-        self.views, self.images = views, images
+    neighbours: images of which the second views are, one for each; default: the images themselves.
+    """
+
+    def __init__(
+        self, views: StrongViews, images: Tensor, generator: torch.Generator, neighbours: Tensor | None = None
+    ):
+        self.views, self.images, self.neighbours = views, images, images if neighbours is None else neighbours
         self.draw = views.draw((2 * len(images), *images.shape[1:]), generator)
 
     def __len__(self) -> int:
         return 2 * len(self.images)
 
     def __call__(self, rows: slice) -> Tensor:
-        image = torch.arange(len(self), device=self.images.device)[rows] % len(self.images)
-        return self.views.apply(self.images[image], self.draw.rows(rows))
+        start, stop, _ = rows.indices(len(self))
+        n = len(self.images)
+        first, second = self.images[start:stop], self.neighbours[max(0, start - n) : max(0, stop - n)]
+        return self.views.apply(torch.cat([first, second]), self.draw.rows(rows))
 
 
 class Draw(NamedTuple):

@@ -11,7 +11,7 @@ def at_steps(monkeypatch, steps, damage):
     """Damage the learner before it takes the given steps, each once."""
     left, real = list(steps), Learner.learn_many
 
-    def learn_many(self, images):
+    def learn_many(self, images, tracks=None):
         if self.n_steps + 1 in left:
             left.remove(self.n_steps + 1)
             with torch.no_grad():

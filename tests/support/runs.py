@@ -18,7 +18,8 @@ from support.images import make_folder, random_images
 
 
 def run_plan(**options):
-    filled = {"size": 32, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
+    filled = {"size": 32, "buffer": 256, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
+    filled |= {"encoder": "resnet18", "policy": "contrast", "lr": 1e-4, "temperature": 0.5}
     return RunPlan(**filled | options)
 
 
@@ -51,7 +52,7 @@ def small_options(path):
     """Options of a run of 50 images of two classes, which are made in `path`."""
     return RunOptions(
         source=f"folder:{make_folder(path / 'images')}", buffer=8, width=2, lr=1e-3, stc=5, images=50, probes=2,
-        fractions="0.1,1", seed=4, out=str(path / "run"),
+        fractions="0.1,1", classifier="linear", seed=4, out=str(path / "run"),
     )  # fmt: skip
 
 

@@ -52,6 +52,19 @@ def convert(value: Any, hint: Any, what: str) -> Any:
     raise UserError(f"{what} is {value!r}: use {' or '.join(names.get(kind, kind.__name__) for kind in kinds)}")
 
 
+def parse_size(text: str | int, name: str = "memory") -> int:
+    """`600M` or `1.5G` (or `600MiB`, or a number of bytes) as bytes; K, M and G are powers of 1024."""
+    if isinstance(text, int):
+        size = float(text)
+    elif match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE):
+        size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
+    else:
+        raise UserError(f"{name} is {text!r}: write a size as 600M or 1.5G")
+    if not 1 <= size < 2**63:
+        raise UserError(f"{name} is {text!r}: use a size above 0, as 600M or 1.5G")
+    return int(size)
+
+
 def option(default: Any, help: str) -> Any:
     """A field of a command's options. A default of "" means that the user must give it."""
     return field(default=default, metadata={"help": help, "positional": False})

@@ -1,8 +1,11 @@
 """Progress of long work: a bar on a terminal, else a plain line every few seconds."""
 
+import logging
 import math
 import sys
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,19 @@ def say(text: str) -> None:
     with suppress(OSError, ValueError):
         # In one write, so that lines of several processes do not mix.
         print(text + "\n", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings and log lines of other libraries, which are not for a user."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 class Progress:

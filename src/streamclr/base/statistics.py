@@ -69,3 +69,12 @@ def evenly_spaced(n: int, most: int) -> np.ndarray:
     step = float(np.float32(n - 1) / np.float32(m - 1))
     exact = np.where(i < m // 2, step * i, np.float32(n - 1) - step * (m - 1 - i))
     return exact.astype(np.float32).astype(np.int64)
+
+
+def uniform(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """A number in [0, 1] for each number, as good as drawn at random, that depends on it and on the seed alone."""
+    golden = 0x9E3779B97F4A7C15
+    x = numbers.astype(np.uint64) * np.uint64(golden) + np.uint64((seed + 1) * golden**2 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finaliser of splitmix64
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64

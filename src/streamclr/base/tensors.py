@@ -65,9 +65,29 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} is not a whole safetensors file ({error})") from None
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path, below: str = "") -> dict[str, Tensor]:
+    """below: only tensors whose names begin so, by the rest of their names."""
     with _opened(path) as content:
-        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        return {n.removeprefix(below): content.get_tensor(n) for n in content.keys() if n.startswith(below)}  # noqa: SIM118
+
+
+def tensor_names(path: Path) -> list[str]:
+    with _opened(path) as content:
+        return list(content.keys())
+
+
+def load_pth(path: Path) -> dict[str, Tensor]:
+    """The weights in a file of torch.save, read with nothing in it executed."""
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001  a damaged file makes the unpickler raise anything
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"{path} is no whole file of weights ({why}): get it again") from None
+    if not isinstance(content, dict) or not all(isinstance(one, Tensor) for one in content.values()) or not content:
+        raise UserError(f"{path} holds no weights by name: save the state_dict() of a model")
+    return {str(name): tensor for name, tensor in content.items()}
 
 
 def load_metadata(path: Path) -> dict[str, str]:
@@ -83,8 +103,7 @@ def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
         found = {name: f"{one.get_shape()} of {one.get_dtype()}" for name, one in slices.items()}
         own = {name: f"{list(one.shape)} of {DTYPES[one.dtype]}" for name, one in expected.items()}
         if problems := _differences(found, own):
-            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise UserError(f"{path} does not fit: {'; '.join(problems[:3])}{more}")
+            raise UserError(f"{path} does not fit: {_some(problems, 3)}")
         tensors = {name: content.get_tensor(name) for name in expected}
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise UserError(f"{path} is damaged: {broken[0]} has values that are not finite")
@@ -102,8 +121,12 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assi
         tensors = tensors | {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
     found, expected = ({key: str(list(one.shape)) for key, one in each.items()} for each in (tensors, own))
     if problems := _differences(found, expected):
-        raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
+        raise UserError(f"{where} does not fit the model: {_some(problems, 12)}")
     module.load_state_dict(tensors, assign=assign)
+
+
+def _some(problems: list[str], n: int) -> str:
+    return "; ".join(problems[:n]) + (f"; and {len(problems) - n} more" if len(problems) > n else "")
 
 
 def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

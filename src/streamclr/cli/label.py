@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import argument
+from streamclr.base.options import argument, one_of, option
 from streamclr.base.table import percent
 from streamclr.labelling.exchange import export_labels, import_labels
-from streamclr.labelling.session import LabelSession
+from streamclr.labelling.session import LabelSession, Training
 from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.runs.assemble import public_model
+from streamclr.stage_two import KINDS
 from streamclr.web.server import PageOptions, ServeOptions, serve
+
+CHOICES = ("auto", *KINDS)
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,16 @@ class LabelPageOptions(PageOptions):
 @dataclass(frozen=True)
 class LabelTrainOptions:
     run: str = argument("the run directory")
+    classifier: str = option(
+        "auto",
+        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), or auto (the better one on "
+        "labels held back)",
+    )
 
 
 @dataclass(frozen=True)
-class LabelFileOptions(LabelTrainOptions):
+class LabelFileOptions:
+    run: str = argument("the run directory")
     file: str = argument("a .json file, as Label Studio reads and writes it, or a .csv file")
 
 
@@ -45,12 +55,16 @@ def export_command(config: LabelFileOptions) -> None:
 def import_command(config: LabelFileOptions) -> None:
     with _questions_of(config.run) as session:
         print(f"{import_labels(session, Path(config.file))} new answers from {config.file}")
-        _train(session, config.run)
+        _tell(session.train(), session, config.run)
 
 
 def train_command(config: LabelTrainOptions) -> None:
+    if config.classifier not in CHOICES:
+        raise UserError(f"no classifier {config.classifier!r}: {one_of(config.classifier, CHOICES)}")
+    plan = RunDirectory.existing(config.run).config
     with _questions_of(config.run) as session:
-        _train(session, config.run)
+        public = None if config.classifier == "linear" else public_model(plan)
+        _tell(session.train(config.classifier, public), session, config.run)
 
 
 @contextmanager
@@ -60,11 +74,12 @@ def _questions_of(run: str) -> Iterator[LabelSession]:
         yield session
 
 
-def _train(session: LabelSession, run: str) -> None:
-    trained = session.train()
+def _tell(trained: Training | None, session: LabelSession, run: str) -> None:
     if trained is None:
         print("no classifier yet: the labels are of fewer than two classes")
         return
     accuracy = "" if trained.accuracy is None else f", {percent(trained.accuracy)} right on labels held back"
+    if told := session.message or trained.why:
+        print(told)
     encoder = "" if session.model_of == FINISHED else f" ({session.model_of}: train again after it has learned more)"
     print(f"classifier from {trained.n_labels} labels{accuracy}: streamclr predict {run} --source …{encoder}")

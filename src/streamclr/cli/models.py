@@ -1,18 +1,39 @@
-"""The commands `export` and `rollback`."""
+"""The commands `models get`, `models list`, `export` and `rollback`."""
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamclr.base.options import argument
+from streamclr.base.options import argument, option
+from streamclr.base.table import Table
+from streamclr.encoders.weights import WEIGHTS, get, places
 from streamclr.models.export import ExportOptions, export
 from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
 
 
 @dataclass(frozen=True)
+class GetOptions:
+    name: str = argument(f"the encoder: {', '.join(WEIGHTS)}, hf:NAME or timm:NAME")
+    from_: str | None = option(None, "the weights as a .pth or .safetensors, if they are somewhere on this machine")
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """None: every encoder with public weights is listed."""
+
+
+@dataclass(frozen=True)
 class RollbackOptions:
     run: str = argument("the run directory")
+
+
+def get_command(config: GetOptions) -> None:
+    print(get(config.name, None if config.from_ is None else Path(config.from_).expanduser()))
+
+
+def list_command(config: ListOptions) -> None:
+    Table("", ["encoder", "public weights"], places()).print()
 
 
 def export_command(config: ExportOptions) -> int:

@@ -21,7 +21,15 @@ HEADINGS = {
     "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "guards"),
     "encoder": ("encoder", "width", "stem", "norm", "norm_over", "init"),
     "training": ("updates", "lr", "weight_decay", "temperature", "compile", "seed"),
-    "classifier and labels": ("fractions", "supervised", "probes", "label_budget", "label_disk", "predict"),
+    "classifier and labels": (
+        "fractions",
+        "classifier",
+        "supervised",
+        "probes",
+        "label_budget",
+        "label_disk",
+        "predict",
+    ),
     "rounds": tuple(
         "rounds round_images momentum slow statistics fraction min_devices deadline patience head_every".split()
     ),

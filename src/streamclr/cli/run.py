@@ -24,6 +24,7 @@ from streamclr.sweeps.compare import CompareOptions, compare, demo
 class EvalOptions:
     run: str = argument("the run directory")
     fractions: str | None = option(None, "label fractions, separated by commas [those of the run]")
+    classifier: str | None = option(None, "linear, finetuned, auto (the better one) or paper [that of the run]")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 
 
@@ -52,7 +53,12 @@ def run_command(config: RunOptions) -> None:
 def eval_command(config: EvalOptions) -> None:
     directory = RunDirectory.existing(config.run)
     own = directory.config
-    own = dataclasses.replace(own, fractions=config.fractions or own.fractions, supervised=config.supervised)
+    own = dataclasses.replace(
+        own,
+        fractions=config.fractions or own.fractions,
+        classifier=config.classifier or own.classifier,
+        supervised=config.supervised,
+    )
     before = {key: value for key, value in (directory.results or {}).items() if key != "supervised"}
     results = evaluate_run(own, directory.load_model(), open_run_stream(own), directory)
     if not results["labels"]:

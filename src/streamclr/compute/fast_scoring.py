@@ -33,10 +33,9 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
     """
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}: use auto, {', '.join(PRECISIONS)}")
+    check_precision(model, precision)
     if precision == "fp32":
         return model
-    if precision not in (possible := precisions(model)):
-        raise UserError(f"this encoder cannot be scored in {precision!r}: use auto, {', '.join(possible)}")
     assert isinstance(model, ContrastiveModel)
     assert is_built_in(model.encoder)
     folded = FoldedEncoder(model.encoder, torch.half if precision == "half" else torch.float32)
@@ -45,6 +44,12 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
         few = images[:: max(1, len(images) // N_CALIBRATION)][:N_CALIBRATION].to(model.mean.device)
         encode = Int8ResNet(folded, model.standardise(few / 255))
     return lambda x: model.project(encode(model.standardise(x)))
+
+
+def check_precision(model: nn.Module, precision: str) -> None:
+    """An error if the model cannot be computed in this precision."""
+    if precision not in ("auto", *(possible := precisions(model))):
+        raise UserError(f"this encoder cannot be scored in {precision!r}: use auto, {', '.join(possible)}")
 
 
 def precisions(model: nn.Module) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """A memory limit for the whole process: what a step will take is predicted before the first one."""
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,19 +32,6 @@ class MemoryPlan:
     def __str__(self) -> str:
         chunks = "all views at once" if self.chunk_size is None else f"{self.chunk_size} views at a time"
         return f"{chunks}, {self.peak / MIB:.0f} MiB at most"
-
-
-def parse_size(text: str | int, name: str = "memory") -> int:
-    """`600M` or `1.5G` (or `600MiB`, or a number of bytes) as bytes; K, M and G are powers of 1024."""
-    if isinstance(text, int):
-        size = float(text)
-    elif match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE):
-        size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
-    else:
-        raise UserError(f"{name} is {text!r}: write a size as 600M or 1.5G")
-    if not 1 <= size < 2**63:
-        raise UserError(f"{name} is {text!r}: use a size above 0, as 600M or 1.5G")
-    return int(size)
 
 
 def resident() -> int:

@@ -10,10 +10,12 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.encoders.mobilenet import MobileNetV2, mobilenet_v2
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.public import is_adapter, make_adapter, resolved_name, short_name
 from streamclr.encoders.resnet import STEMS, ResNet, resnet18, resnet34, resnet50
 
 RESNETS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
 ENCODERS = (*RESNETS, "mobilenet_v2")
+ADAPTERS = ("hf:NAME_OR_DIR", "timm:NAME", "package.module:function")
 
 
 def is_built_in(encoder: nn.Module) -> TypeGuard[ResNet | MobileNetV2]:
@@ -32,7 +34,7 @@ class Architecture(NamedTuple):
 
     def __str__(self) -> str:
         if self.width is None:
-            return f"a {self.encoder}"
+            return f"a {short_name(self.encoder)}"
         return f"a {self.encoder} of width {self.width} with the {self.stem} stem and {self.norm} norm"
 
     @classmethod
@@ -47,21 +49,28 @@ class Architecture(NamedTuple):
     ) -> "Architecture":
         """With every default filled in, for images of this size; what does not fit together is refused."""
         if encoder in RESNETS:
-            small = "small" if size < 64 else "imagenet"
-            return cls(encoder, 64 if width is None else width, stem or small, norm or "batch", projection or "plain")
-        if encoder not in ENCODERS:
-            raise UserError(f"no encoder {encoder!r}: {one_of(encoder, ENCODERS)}")
+            stem = ("small" if size < 64 else "imagenet") if stem is None else stem
+            norm = "batch" if norm is None else norm
+            return cls(encoder, 64 if width is None else width, stem, norm, projection or "plain")
+        encoder = resolved_name(encoder) if is_adapter(encoder) else _known(encoder)
         for name, value in (("width", width), ("stem", stem), ("norm", norm)):
             if value is not None:
                 raise UserError(f"{name} is {value}, and {encoder} has no choice of it: leave it out")
         return cls(encoder, projection=projection or "batchnorm")
 
+    @property
+    def usual_init(self) -> str:
+        """What a run starts from unless it is told: `pretrained`, or `random`, which a function of one's own may be."""
+        has_own = self.encoder == "mobilenet_v2" or self.encoder.startswith(("hf:", "timm:"))
+        return "pretrained" if has_own else "random"
+
     def make(self) -> nn.Module:
-        """The encoder, with random weights."""
+        """The encoder, with random weights; a function of one's own may bring others."""
         if self.encoder in RESNETS:
             return RESNETS[self.encoder](self.width, self.stem, self.norm)
-        if self.encoder not in ENCODERS:
-            raise UserError(f"no encoder {self.encoder!r}: {one_of(self.encoder, ENCODERS)}")
+        if is_adapter(self.encoder):
+            return make_adapter(self.encoder)
+        _known(self.encoder)
         return mobilenet_v2()
 
     def make_model(self, projection_size: int = 128) -> ContrastiveModel:
@@ -82,6 +91,12 @@ class Architecture(NamedTuple):
                     if _shapes(found.make()) == shapes:
                         return found
         raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
+
+
+def _known(encoder: str) -> str:
+    if encoder not in ENCODERS:
+        raise UserError(f"no encoder {encoder!r}: {one_of(encoder, (*ENCODERS, *ADAPTERS))}")
+    return encoder
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

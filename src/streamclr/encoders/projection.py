@@ -11,14 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
-from streamclr.base.tensors import load_tensors, load_weights
+from streamclr.base.tensors import load_pth, load_tensors, load_weights
 from streamclr.encoders.inference import checked_images, infer, inference_mode
+
+# Public pre-trained weights expect these of ImageNet; no other stream's are known in advance.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ContrastiveModel(nn.Module):
     """Encoder and projection head: images in [0, 1] to unit vectors z = g(f(x)) / |g(f(x))|.
 
-    encoder: any module that maps standardised images (n x 3 x H x W) to features (n x d).
+    encoder: any module that maps standardised images (n x 3 x H x W) to features (n x d). Its image_mean and image_std,
+        three numbers each, say how to standardise, if it has them.
     projection: the head g: `plain` is the paper's; `batchnorm` has BatchNorm after its first layer, which is narrower.
     """
 
@@ -31,9 +35,8 @@ class ContrastiveModel(nn.Module):
         self.n_features = n = count_features(encoder)
         self.encoder, self.projection = encoder, projection
         self.head = make_projection(projection, n, projection_size)
-        # ImageNet's, because public pre-trained weights expect them; no other stream's are known in advance.
-        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
-        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+        for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
+            self.register_buffer(name, torch.tensor(getattr(encoder, f"image_{name}", usual)).view(3, 1, 1))
 
     def train(self, mode: bool = True) -> "ContrastiveModel":
         """Layers without a parameter that learns stay in eval mode: their BatchNorm statistics do not move."""
@@ -122,8 +125,13 @@ def _checked_tensor(features: Any) -> Tensor:
 
 def load_encoder(encoder: nn.Module, path: Path) -> None:
     """Weights for the encoder: torchvision's names, with or without classifier and projection head, or a run's own."""
-    tensors = load_tensors(path)
+    tensors = load_pth(path) if path.suffix in (".pth", ".pt") else load_tensors(path)
+    load_weights(encoder, of_encoder(tensors), str(path))
+
+
+def of_encoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The encoder's part of weights, by the encoder's own names."""
     if any(key.startswith("encoder.") for key in tensors):
         tensors = {key.removeprefix("encoder."): t for key, t in tensors.items() if key.startswith("encoder.")}
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(("fc.", "projection."))}
-    load_weights(encoder, tensors, str(path))
+    heads = ("fc.", "classifier.", "projection.")
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith(heads)}

@@ -58,8 +58,9 @@ class Device:
         self.stream = open_run_stream(options) if stream is None else stream
         # The server says how long to learn, round by round; a dataset without an end may be smaller than a batch.
         epoch, end = self.stream.epoch, self.stream.n_images
-        asked = max(epoch, options.batch or options.buffer) if epoch is not None and end is None else None
-        self.plan = replace(resolve(replace(options, images=asked), self.stream), images=None, probes=0)
+        asked = 2**62 if epoch is not None and end is None else None
+        asked_of_it = replace(options, images=asked, init="random")  # the server sends the weights
+        self.plan = replace(resolve(asked_of_it, self.stream), images=None, probes=0)
         self.directory = RunDirectory.of(self.plan)
         self.statistics = statistics
         self.labelled = self._answered if labelled is None else labelled

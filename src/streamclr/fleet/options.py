@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import argument, option
+from streamclr.base.options import argument, one_of, option
+from streamclr.encoders.architecture import ENCODERS
 from streamclr.fleet.average import STATISTICS
 from streamclr.records import options as run
 from streamclr.records.options import RunOptions, as_run
@@ -108,8 +109,15 @@ class KeysOptions:
     days: int = option(825, "how long the certificate is valid")
 
 
+def check_encoder(encoder: str | None) -> None:
+    """A device builds what the server names: never a model from elsewhere, or a function. None is the usual one."""
+    if encoder and encoder not in ENCODERS:
+        raise UserError(f"a fleet has one of streamclr's own encoders, not {encoder!r}: {one_of(encoder, ENCODERS)}")
+
+
 def learner_options(shared: dict[str, Any], own: dict[str, Any]) -> RunOptions:
     """The options of a device's learner: those of the fleet, and its own."""
     if missing := [name for name in SHARED if name not in shared]:
         raise UserError(f"the server did not send {missing[0]}: update streamclr on the server")
+    check_encoder(shared["encoder"])
     return RunOptions(**own | {name: shared[name] or None if name == "stem" else shared[name] for name in SHARED})

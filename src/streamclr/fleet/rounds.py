@@ -23,6 +23,7 @@ from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
 from streamclr.fleet.device import MAX_LABELS_SENT, save_global
+from streamclr.fleet.options import check_encoder
 from streamclr.models.heads import GLOBAL
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.journal import Journal
@@ -55,6 +56,7 @@ class Rounds:
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
+        check_encoder(learner.encoder or "mobilenet_v2")
         self.path, self.learner, self.options = path, learner, options
         with seeded(learner.seed):
             self.model = initial_model(learner, learner.size or 32)

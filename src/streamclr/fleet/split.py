@@ -16,6 +16,7 @@ class Subset:
     def __init__(self, whole: Images, numbers: np.ndarray):
         self.whole, self.numbers = whole, numbers
         self.labels, self.classes = whole.labels[numbers], whole.classes
+        self.tracks = None if whole.tracks is None else whole.tracks[numbers]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -66,7 +67,8 @@ def shard(
     """The stream of one device: its part of the dataset, again and again, in runs of `stc` images of a class."""
     whole = whole_of(source, size)
     own = Subset(whole.streamed, deal(whole.streamed.labels, split, n_devices, seed)[device])
-    return DatasetSource(own, whole.train, whole.test, whole.stc if stc is None else stc, seed=seed + device)
+    stc, order = (whole.stc, whole.order) if stc is None else (stc, None)
+    return DatasetSource(own, whole.train, whole.test, stc, seed=seed + device, order=order)
 
 
 @cache

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.compute.memory import parse_size
+from streamclr.base.options import parse_size
+from streamclr.base.statistics import uniform
 from streamclr.records.label_budget import (
     DIGEST_SIZE,
     HEADER_SIZE,
     N_CANDIDATES_EACH,
     LabelBudget,
-    n_that_fit,
+    n_candidates_that_fit,
     record_size,
 )
 from streamclr.records.plan import RunPlan
@@ -65,7 +66,7 @@ def open_candidates(path: Path, plan: RunPlan) -> Candidates | None:
     """The candidates of a run in its directory; None if nobody is to be asked."""
     if plan.label_budget is None:
         return None
-    room = n_that_fit(parse_size(plan.label_disk), plan.size)
+    room = n_candidates_that_fit(parse_size(plan.label_disk), plan.size)
     n_asked = LabelBudget.parse(plan.label_budget).images
     capacity = room if n_asked is None else min(room, N_CANDIDATES_EACH * n_asked)
     return Candidates(path / "candidates.bin", capacity, (3, plan.size, plan.size), plan.seed)
@@ -105,12 +106,7 @@ def read_candidates(path: Path) -> list[Candidate]:
 
 def place(numbers: np.ndarray, capacity: int, seed: int) -> np.ndarray:
     """Where each image goes by its number in the stream; the capacity or above is nowhere (Vitter's algorithm R)."""
-    golden = 0x9E3779B97F4A7C15
-    x = numbers.astype(np.uint64) * np.uint64(golden) + np.uint64((seed + 1) * golden**2 % 2**64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finaliser of splitmix64
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    uniform = (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64
-    drawn = np.minimum((uniform * (numbers + 1)).astype(np.int64), numbers)
+    drawn = np.minimum((uniform(numbers, seed) * (numbers + 1)).astype(np.int64), numbers)
     return np.where(numbers < capacity, numbers, drawn)
 
 

@@ -19,19 +19,18 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.statistics import wilson
-from streamclr.classifier import train_head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
 from streamclr.labelling.candidates import Candidate, read_candidates
 from streamclr.labelling.order import asking_order
 from streamclr.labelling.store import Answer, Labels, Question
-from streamclr.models.heads import Heads
+from streamclr.models.heads import PUBLIC, Heads
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.records.label_budget import LabelBudget
+from streamclr.stage_two import KINDS, Chosen, choose_classifier, cross_validate, fit_linear
 
 N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar images for each
-N_FOLDS = 5  # of the cross-validation
 SESSION_SECONDS = 600.0  # after an answer no questions are replaced for so long, unless the run has ended
 LOOK_EVERY_SECONDS = 10.0  # for a new state of a run that is not finished
 FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
@@ -39,11 +38,13 @@ FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
 
 @dataclass
 class Training:
-    """The result of training a head on the answers; the head itself is in the run directory."""
+    """The result of training on the answers; the classifier itself is in the run directory."""
 
     classes: list[int]  # the number of each class in labels.sqlite
     probabilities: Tensor  # n questions x classes
     n_labels: int
+    kind: str  # of KINDS
+    why: str  # this kind was chosen; empty if it was not tried against another
     accuracy: float | None = None  # on labels that were held back; None while there are too few
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
 
@@ -62,7 +63,7 @@ class LabelSession:
         self.trained: Training | None = None
         self.model_of = ""  # the state of the encoder that the features are from
         self.trained_on: tuple[int, dict[int, str]] | None = None  # the number of the last answer, and the class names
-        self._explanation = ""  # the message while nothing is under way
+        self._explanation = self._note = ""  # the message while nothing is under way; the note is of the last training
         self._lock = threading.Lock()  # a page reads while the worker writes
 
     def close(self) -> None:
@@ -130,15 +131,23 @@ class LabelSession:
             parts.append(infer(model, part, model.features).cpu())
         return torch.cat(parts)
 
-    def train(self) -> Training | None:
-        """Train a head on all labels so far and save it in the run; None while there are fewer than two classes."""
+    def train(self, classifier: str = "linear", public: ContrastiveModel | None = None) -> Training | None:
+        """Train a classifier on all labels so far and save it in the run; None while there are fewer than two classes.
+
+        classifier: one of KINDS, or `auto` for the better one on labels held back.
+        public: the encoder before it learned from the stream, as a further candidate.
+        """
         answers, names = self.labels.answers(), self.labels.classes()
-        trained = self._train(answers, names)
+        self._note = ""
+        trained = self._train(answers, names, classifier, public)
         with self._lock:
-            self.trained, self.trained_on, self.message = trained, (_last(answers), names), self._explanation
+            self.trained, self.trained_on = trained, (_last(answers), names)
+            self.message = self._explanation or self._note
         return trained
 
-    def _train(self, answers: dict[str, Answer], names: dict[int, str]) -> Training | None:
+    def _train(
+        self, answers: dict[str, Answer], names: dict[int, str], classifier: str, public: ContrastiveModel | None
+    ) -> Training | None:
         keys = [question.key for question in self.questions]
         rows = [row for row, key in enumerate(keys) if key in answers and answers[key].kind == "label"]
         given = [answers[keys[row]] for row in rows]
@@ -147,22 +156,61 @@ class LabelSession:
             self.heads.forget_labelled()
             return None
         targets = torch.tensor([classes.index(answer.class_id or 0) for answer in given])
-        features = self.features[rows]
-        head = train_head(features, targets, len(classes), quiet=True)
         # Similar images that were answered in one go are one group; imported answers are one each.
         imported = self.labels.imported()
-        groups = [(a.number, keys[row] if a.number in imported else "") for row, a in zip(rows, given, strict=True)]
-        right, n_tested = _cross_validate(features, targets, groups)
-        trained = Training(classes, head(self.features).softmax(1), len(rows))
-        accuracy = None
-        if n_tested:
-            trained.accuracy, trained.interval = right / n_tested, wilson(right, n_tested)
-            accuracy = round(trained.accuracy, 4)
-        self.heads.save_labelled(head, [names[number] for number in classes], self.model_of, len(rows), accuracy)
-        if accuracy is not None:
-            history = [point for point in self.history() if point[0] < len(rows)]
-            self.labels.note("history", json.dumps([*history, [len(rows), accuracy]][-1000:]))
+        group = [(a.number, keys[row] if a.number in imported else "") for row, a in zip(rows, given, strict=True)]
+        groups = torch.tensor([sorted(set(group)).index(one) for one in group])
+        chosen, probabilities = self._chosen(classifier, public, rows, targets, len(classes), groups)
+        trained = Training(classes, probabilities, len(rows), chosen.kind, chosen.why)
+        if chosen.n_held_back:
+            trained.accuracy = chosen.accuracy
+            trained.interval = wilson(chosen.right, chosen.n_held_back)
+        self._save(trained, chosen, [names[number] for number in classes], is_asked=classifier != "linear")
         return trained
+
+    def _chosen(
+        self,
+        classifier: str,
+        public: ContrastiveModel | None,
+        rows: list[int],
+        targets: Tensor,
+        n_classes: int,
+        groups: Tensor,
+    ) -> tuple[Chosen, Tensor]:
+        """The classifier from these labels, and its probabilities for all questions."""
+        features = self.features[rows]
+        if classifier == "linear":
+            found = cross_validate(features, targets, n_classes, groups=groups)
+            head = fit_linear(features, targets, n_classes, decay=found.decay)
+            return Chosen("linear", head, "", right=found.right, n_held_back=found.n), head(self.features).softmax(1)
+        model, model_of = self.directory.newest_model()
+        if model_of != self.model_of:
+            raise UserError(f"the run has learned on meanwhile, to {model_of}: try again")
+        images = torch.stack([self._image(question.key) for question in self.questions])
+        kinds = tuple(KINDS) if classifier == "auto" else (classifier,)
+        chosen = choose_classifier(
+            model, images[rows], targets, n_classes, groups=groups, public=public, kinds=kinds, features=features
+        )
+        own = self.features if chosen.model is None else self._features(chosen.model, images, "features")
+        return chosen, chosen.head(own).softmax(1)
+
+    def _save(self, trained: Training, chosen: Chosen, classes: list[str], is_asked: bool) -> None:
+        """Save the classifier, unless nobody asked for it and a fine-tuned one of the same classes is better."""
+        accuracy = None if trained.accuracy is None else round(trained.accuracy, 4)
+        before = self.heads.labelled()
+        may_stay = before is not None and before.has_encoder and before.classes == classes and not is_asked
+        if before and may_stay and (accuracy is None or (before.accuracy or 0.0) >= accuracy):
+            again = f"streamclr label train {self.directory.path} trains it again"
+            self._note = f"{before.name} is fine-tuned, and better than a new linear one: {again}"
+            return
+        encoder = PUBLIC if chosen.is_public else self.model_of
+        n_labels = trained.n_labels
+        n_tested = chosen.n_held_back if is_asked else None
+        parts = chosen.head, classes, encoder, n_labels, accuracy, n_tested, chosen.kind, chosen.model
+        self.heads.save_labelled(*parts)
+        if accuracy is not None:
+            history = [point for point in self.history() if point[0] < n_labels]
+            self.labels.note("history", json.dumps([*history, [n_labels, accuracy]][-1000:]))
 
     def is_behind(self) -> bool:
         """Whether answers or class names have changed since the last training."""
@@ -287,26 +335,6 @@ class Worker:
                 session.prepare(choose_anew=False)
         except FAILURES as error:
             session.message = str(error)
-
-
-def _cross_validate(features: Tensor, targets: Tensor, groups: list[tuple[int, str]]) -> tuple[int, int]:
-    """The number of labels predicted correctly by heads that were not trained on them, and the number tested.
-
-    groups: the group of each label; a group is held back as a whole.
-    """
-    order = {group: i for i, group in enumerate(sorted(set(groups)))}
-    fold = torch.tensor([order[group] % N_FOLDS for group in groups])
-    right = n_tested = 0
-    if len(order) < N_FOLDS:
-        return 0, 0
-    for held_back in range(N_FOLDS):
-        test = fold == held_back
-        if len(targets[~test].unique()) < 2:
-            continue
-        head = train_head(features[~test], targets[~test], int(targets.max()) + 1, quiet=True)
-        right += int((head(features[test]).argmax(1) == targets[test]).sum())
-        n_tested += int(test.sum())
-    return right, n_tested
 
 
 def _last(answers: dict[str, Answer]) -> int:

@@ -9,6 +9,7 @@ from streamclr.encoders.resnet import STEMS
 if TYPE_CHECKING:
     from streamclr.models.pretrained import Pretrained
 
+FINE_TUNED = ", fine-tuned"  # the end of the state of an encoder that was trained with its classifier
 MAX_NAMED = 100  # class names on the card; config.json has them all
 
 
@@ -39,6 +40,7 @@ def card_text(model: "Pretrained") -> str:
         "state": card.state,
     }
     learned = "\n".join(f"| {name} | {'not known' if value is None else value} |" for name, value in known.items())
+    together = "together with the encoder" if (card.state or "").endswith(FINE_TUNED) else "with the encoder frozen"
     measured = "Nobody has measured it."
     if card.accuracy is not None:
         measured = f"{100 * card.accuracy:.1f} % right: {card.measured or 'how it was measured is not known'}."
@@ -55,7 +57,7 @@ tags:
 
 An image classifier for {n} {"class" if n == 1 else "classes"}: {model.architecture}, for images of {model.size} px.
 The encoder learned without labels, with StreamCLR. The classifier is a linear layer on its features, trained on labels
-with the encoder frozen.
+{together}.
 
 ```json
 {names}

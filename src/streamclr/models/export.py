@@ -17,6 +17,7 @@ from streamclr.base.options import argument, one_of, option
 from streamclr.base.progress import say
 from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier
+from streamclr.encoders.public import is_adapter, short_name
 from streamclr.models.card import Card
 from streamclr.models.formats.executorch import make_executorch, open_executorch
 from streamclr.models.formats.onnx_file import looked_again, make_onnx, open_onnx
@@ -64,6 +65,7 @@ def export(
 ) -> tuple[Path, Parity]:
     """Write the file, compare it with PyTorch on real images, and write the result beside it, into FILE.json."""
     kind = _checked(format, int8, pure)
+    _check_encoder(directory.config.encoder, format, int8)
     name = directory.path.resolve().name + ("-int8" if int8 else "")
     file = directory.path / f"{name}{kind.suffix}" if out is None else out
     found = file.with_name(f"{file.name}.json")
@@ -75,13 +77,14 @@ def export(
     learner, encoder = directory.newest_learner()
     model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
     heads = Heads(directory)
-    classifier = Classifier(model.cpu(), *heads.load_head(fraction, encoder), directory.config.size)
+    head = heads.find(fraction)
+    classifier = heads.classifier(head, (model, encoder)).cpu()
     if learner is None:
         results = directory.results or {}
         buffer, n_seen, n_steps = directory.load_buffer()["images"], results["images"], results.get("steps")
     else:
         buffer, n_seen, n_steps = learner["buffer"]["images"], learner["buffer"]["n_seen"], learner["n_steps"]
-    about = describe(directory, heads.find(fraction), encoder, n_seen, n_steps, int8)
+    about = describe(directory, head, head.state if head.has_encoder else encoder, n_seen, n_steps, int8)
     tested = images_to_test(directory)
     images = torch.cat([buffer, tested])
     content = kind.make(classifier, about, Calibration.of(buffer, pure) if int8 else None)
@@ -104,13 +107,13 @@ def describe(
 ) -> dict[str, Any]:
     """The metadata of the file: nothing about the machine, and of the source only its kind."""
     config = directory.config
-    name, *made, _ = config.architecture
+    model = config.architecture
     accuracy = None if head.accuracy is None else {"value": head.accuracy, "measured": head.measured}
     return {
         "format_version": VERSION,
         "classes": head.classes,
         "size": config.size,
-        "encoder": {"name": name, **dict(zip(("width", "stem", "norm"), made, strict=True))},
+        "encoder": {"name": short_name(model.encoder), "width": model.width, "stem": model.stem, "norm": model.norm},
         "state": encoder,
         "source": kind_of(config.source),
         "policy": config.policy,
@@ -213,3 +216,15 @@ def _checked(format: str, int8: bool, pure: bool) -> Format:
     if missing := [name for name in kind.packages if not find_spec(name)]:
         raise UserError(f"{format} needs {', '.join(missing)}: pip install -c constraints.txt -e '.[{kind.extra}]'")
     return kind
+
+
+def _check_encoder(encoder: str, format: str, int8: bool) -> None:
+    """What an encoder of another library can be exported to."""
+    if not is_adapter(encoder):
+        return
+    if format in ("torch", "pretrained"):
+        raise UserError(
+            f"{format} builds the encoder by its name, and {short_name(encoder)} is not streamclr's: use onnx"
+        )
+    if int8:
+        raise UserError(f"--int8 is for streamclr's own encoders, and the run has {short_name(encoder)}: leave it out")

@@ -1,18 +1,24 @@
 """The heads of a run directory: which there are, what is known of each, which one is used; saving and loading them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from streamclr.base.errors import UserError
 from streamclr.base.files import read_json, write_json
-from streamclr.base.tensors import load_metadata, load_tensors, save_tensors
+from streamclr.base.tensors import load_metadata, load_tensors, save_tensors, tensor_names
 from streamclr.classifier import Classifier, Head
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.models.card import FINE_TUNED
 from streamclr.models.pretrained import is_pretrained, read_config
 from streamclr.models.versions import Versions
 from streamclr.records.directory import FINISHED, RunDirectory
 
+MODEL = "model/"  # in a file of heads: before the names of the encoder's tensors, if a head has an encoder of its own
+PUBLIC = "the public encoder"  # the state of an encoder that has learned nothing from the stream
 GLOBAL = "global"  # in the directory of a fleet's device: the fleet's classifier, as a pretrained directory
 
 
@@ -28,6 +34,14 @@ class HeadInfo(NamedTuple):
     measured: str | None  # how the accuracy was measured
     encoder: str  # the state of the encoder that the head was trained on
     fraction: float | None = None  # of the source's own labels
+    kind: str = "linear"  # finetuned: its encoder was trained with it
+    below: str = ""  # how the names of its tensors begin in the file
+    has_encoder: bool = False  # of its own, so that it does not matter what the run has learned since
+
+    @property
+    def state(self) -> str:
+        """That of the encoder which the head is used with."""
+        return self.encoder + FINE_TUNED if self.kind == "finetuned" else self.encoder
 
 
 class Heads:
@@ -77,7 +91,7 @@ class Heads:
         if not self.labelled_file.exists():
             return None
         about = json.loads(load_metadata(self.labelled_file)["about"])
-        labels = f"{about['n_labels']} labels that a person gave"
+        labels, n_tested = f"{about['n_labels']} labels that a person gave", about.get("n_tested")
         return HeadInfo(
             name=f"the head from {labels}",
             chosen_by=str(self.path),
@@ -85,19 +99,22 @@ class Heads:
             classes=about["classes"],
             n_labels=about["n_labels"],
             accuracy=about.get("accuracy"),
-            measured=f"cross-validation of {labels}",
+            measured=f"{n_tested} held back of {labels}" if n_tested else f"cross-validation of {labels}",
             encoder=about["encoder"],
+            kind=about.get("classifier", "linear"),
+            has_encoder=any(name.startswith(MODEL) for name in tensor_names(self.labelled_file)),
         )
 
     def by_fraction(self) -> dict[float, HeadInfo]:
         """The heads by label fraction, the smallest first."""
         if not self.fractions_file.exists():
             return {}
-        fractions = sorted({float(key.split("/")[0]) for key in load_tensors(self.fractions_file)})
+        names = tensor_names(self.fractions_file)
+        fractions = sorted((float(text), f"{text}/") for text in {name.split("/")[0] for name in names})
         results, classes = self.directory.results or {}, self.class_names()
         entries = {float(key): entry for key, entry in results.get("labels", {}).items()}
         heads = {}
-        for fraction in fractions:
+        for fraction, below in fractions:
             entry = entries.get(fraction, {})
             tested = f"{results['n_test']} test images, classifier from {entry['n_labels']} labels" if entry else None
             heads[fraction] = HeadInfo(
@@ -108,8 +125,11 @@ class Heads:
                 n_labels=entry.get("n_labels"),
                 accuracy=entry.get("accuracy"),
                 measured=tested,
-                encoder=FINISHED,
+                encoder=PUBLIC if entry.get("public_encoder") else FINISHED,
                 fraction=fraction,
+                kind=entry.get("classifier", "linear"),
+                below=below,
+                has_encoder=any(name.startswith(below + MODEL) for name in names),
             )
         return heads
 
@@ -165,42 +185,73 @@ class Heads:
             if version is None:
                 raise UserError(f"{self.path} serves no version: run with --predict, and give it labels")
             return version.classifier
-        model, encoder = self.directory.newest_model()
-        head, classes = self.load_head(fraction, encoder)
-        return Classifier(model, head, classes, self.directory.image_size)
+        return self.classifier(self.find(fraction))
 
-    def load_head(self, fraction: float | None = None, encoder: str = FINISHED) -> tuple[Head, list[str]]:
-        """A head and its class names. encoder: the state of the encoder that it is to be used with."""
-        info = self.find(fraction)
-        state = load_tensors(info.file)
-        if info.file == self.labelled_file:
-            if info.encoder != encoder:
-                why, again = self.default()[1], f"streamclr label train {self.path}"
-                raise UserError(f"{info.file} is for {info.encoder}, not for {encoder}, and {why}: {again}")
-            return Head.from_state(state, str(info.file)), info.classes
-        state = {key.split("/")[1]: t for key, t in state.items() if float(key.split("/")[0]) == info.fraction}
-        head = Head.from_state(state, str(info.file))
+    def classifier(self, info: HeadInfo, newest: tuple[ContrastiveModel, str] | None = None) -> Classifier:
+        """The whole classifier of a person's answers or of a label fraction, with the head's own encoder if it has one.
+
+        newest: the run's model and the name of its encoder's state, if they have been loaded.
+        """
+        state = load_tensors(info.file, info.below)
+        own = {name.removeprefix(MODEL): t for name, t in state.items() if name.startswith(MODEL)}
+        head = Head.from_state({name: t for name, t in state.items() if not name.startswith(MODEL)}, str(info.file))
         n_classes = head.linear.out_features
         if not isinstance(info.classes, list) or len(info.classes) != n_classes:
             raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {info.file}")
-        return head, info.classes
+        if own:
+            model = self.directory.model_with(own, str(info.file))
+        else:
+            model, encoder = newest or self.directory.newest_model()
+            if info.file == self.labelled_file and info.encoder != encoder:
+                why, again = self.default()[1], f"streamclr label train {self.path}"
+                raise UserError(f"{info.file} is for {info.encoder}, not for {encoder}, and {why}: {again}")
+        return Classifier(model, head, info.classes, self.directory.image_size)
 
     # ------------------------------------------------------------------------------------------------------------
     # Saving.
 
-    def save_fractions(self, heads: dict[float, Head], classes: Sequence[str]) -> None:
-        """The heads from a source's own labels, by label fraction, in place of the last ones."""
-        tensors = {f"{fraction}/{key}": t for fraction, head in heads.items() for key, t in head.state_dict().items()}
+    def save_fractions(
+        self,
+        heads: Mapping[float, Head],
+        classes: Sequence[str],
+        models: Mapping[float, ContrastiveModel | None] | None = None,
+    ) -> None:
+        """The heads from a source's own labels, by label fraction, in place of the last ones.
+
+        models: of the heads that have an encoder of their own.
+        """
+        tensors: dict[str, Tensor] = {}
+        for fraction, head in heads.items():
+            tensors |= {f"{fraction}/{name}": t for name, t in _tensors_of(head, (models or {}).get(fraction)).items()}
         save_tensors(self.fractions_file, tensors)
         write_json(self.path / "classes.json", classes)
 
     def save_labelled(
-        self, head: Head, classes: list[str], encoder: str, n_labels: int, accuracy: float | None
+        self,
+        head: Head,
+        classes: list[str],
+        encoder: str,
+        n_labels: int,
+        accuracy: float | None,
+        n_tested: int | None = None,
+        kind: str = "linear",
+        model: ContrastiveModel | None = None,
     ) -> None:
-        """The head from a person's answers. encoder: the state of the encoder that it was trained on."""
+        """The head from a person's answers.
+
+        encoder: the state of the encoder that it was trained on.
+        n_tested: labels that were held back for the accuracy; None: all, a part at a time.
+        model: with an encoder of its own.
+        """
         about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy}
-        save_tensors(self.labelled_file, head.state_dict(), about=json.dumps(about))
+        about |= {"n_tested": n_tested, "classifier": kind}
+        save_tensors(self.labelled_file, _tensors_of(head, model), about=json.dumps(about))
 
     def forget_labelled(self) -> None:
         """Delete the head from a person's answers: they were taken back."""
         self.labelled_file.unlink(missing_ok=True)
+
+
+def _tensors_of(head: Head, model: ContrastiveModel | None) -> dict[str, Tensor]:
+    own = {} if model is None else {f"{MODEL}{name}": t for name, t in model.state_dict().items()}
+    return {**head.state_dict(), **own}

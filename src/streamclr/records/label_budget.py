@@ -31,7 +31,7 @@ class LabelBudget(NamedTuple):
         return self.images if self.images is not None else max(1, round((self.share or 0) * n_seen))
 
 
-def n_that_fit(n_bytes: int, side: int) -> int:
+def n_candidates_that_fit(n_bytes: int, side: int) -> int:
     """How many candidates of `side` pixels fit into a file of this size."""
     return max(0, (n_bytes - HEADER_SIZE) // record_size((3, side, side)))
 

@@ -7,8 +7,9 @@ from typing import Any
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
-from streamclr.encoders.architecture import ENCODERS
+from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
+from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH
 from streamclr.policy import POLICIES
 
 
@@ -39,16 +40,28 @@ class LengthOptions:
 class PolicyOptions:
     """What stays in the buffer, in a command that runs one policy."""
 
-    policy: str = option("contrast", f"which images stay in the buffer: {', '.join(POLICIES)}")
+    policy: str | None = option(
+        None,
+        f"which images stay in the buffer: {', '.join(POLICIES)} "
+        f"[{ADAPT.policy} for a public encoder, {FROM_SCRATCH.policy} from scratch]",
+    )
 
 
 @dataclass(frozen=True)
 class BufferOptions:
     """The buffer, and what one step does with it."""
 
-    buffer: int = option(256, "images in the buffer")
-    batch: int | None = option(None, "images in one update, drawn from the buffer [all of it]")
-    segment: int | None = option(None, "new images in one step [as many as the buffer holds]")
+    buffer: int | str | None = option(
+        None,
+        "the buffer's size in memory, as 10M, or images in it, as 256 "
+        f"[{ADAPT.buffer} for a public encoder, {FROM_SCRATCH.buffer} from scratch]",
+    )
+    batch: int | None = option(
+        None, f"images in one update, drawn from the buffer [all of it; {BATCH_SIZE} of one given in bytes]"
+    )
+    segment: int | None = option(
+        None, f"new images in one step [as many as the buffer holds; {BATCH_SIZE} with one given in bytes]"
+    )
     guards: str = option(
         "auto",
         f"filters for unusable frames: on, off, or some of {', '.join(GUARDS)} with commas [on for a live source]",
@@ -62,7 +75,11 @@ class BufferOptions:
 class ModelOptions:
     """The encoder and how it is trained: what all devices of a fleet have in common."""
 
-    encoder: str = option("resnet18", f"the base encoder: {', '.join(ENCODERS)}")
+    encoder: str | None = option(
+        None,
+        f"the base encoder: {', '.join((*ENCODERS, *ADAPTERS))} "
+        "[mobilenet_v2; resnet18 if --width, --stem or --norm is given]",
+    )
     width: int | None = option(None, "channels of a ResNet's first stage [64]")
     stem: str | None = option(
         None, "of a ResNet: small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
@@ -73,11 +90,24 @@ class ModelOptions:
     )
     init: str | None = option(
         None,
-        "start from these encoder weights (.safetensors, torchvision's names), or this directory with a whole model",
+        "start from pretrained (public weights), random, encoder weights in a file (.safetensors or .pth with "
+        "torchvision's names) or a directory with a model [pretrained for mobilenet_v2, hf: and timm:, else random]",
     )
-    lr: float = option(1e-4, "learning rate of Adam")
+    lr: float | None = option(
+        None, f"learning rate of Adam [{ADAPT.lr:g} for a public encoder, {FROM_SCRATCH.lr:g} from scratch]"
+    )
     weight_decay: float = option(1e-4, "weight decay of Adam")
-    temperature: float = option(0.5, "of the contrastive loss")
+    temperature: float | None = option(
+        None, f"of the loss [{ADAPT.temperature:g} for a public encoder, {FROM_SCRATCH.temperature:g} from scratch]"
+    )
+    positives: str | None = option(
+        None, "contrast two views of one frame (views), or of two neighbouring ones (time) [time for a public encoder]"
+    )
+    train: str | None = option(
+        None, f"which parts of the encoder learn: all, norms, or its last N stages [{ADAPT.train} for a public encoder]"
+    )
+    crop: float | None = option(None, f"smallest share of the image in a view [{ADAPT.crop:g}]")
+    flip: str | None = option(None, "mirror half of the views: on or off [off for a public encoder]")
     seed: int = option(0, "of the stream, the weights, the views and the draws")
 
 
@@ -87,6 +117,7 @@ class LearnerOptions(ModelOptions, BufferOptions):
 
     rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
     updates: int = option(1, "updates of the model in one step")
+    reach: int | None = option(None, "frames between two neighbours at most [a second's, up to 30]")
     compile: bool = option(False, "compile the model: pays on long runs of narrow encoders, needs a C++ compiler")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
 
@@ -96,6 +127,14 @@ class EvaluationOptions:
     """What is measured with the labels of a dataset."""
 
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
+    classifier: str = option(
+        "auto",
+        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), auto (the better one on "
+        "labels held back), or paper (linear, with the paper's Adam)",
+    )
+    spread: str = option(
+        "on", "let a label count for the other frames of its track, where the source knows tracks: on or off"
+    )
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamclr.base.errors import UserError
-from streamclr.compute.memory import parse_size
+from streamclr.base.options import parse_size
+from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
-from streamclr.encoders.architecture import Architecture
-from streamclr.records.label_budget import LabelBudget, n_that_fit
+from streamclr.encoders.architecture import ENCODERS, RESNETS, Architecture
+from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH, POSITIVES
+from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
+from streamclr.scenes import REACH
 from streamclr.streams.spec import absolute_source, split_source, takes
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
+from streamclr.views import StrongViews
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,13 @@ class RunPlan(RunOptions):
 
     epochs: None = field(default=None)  # `images` says it
     size: int = field(kw_only=True)
+    encoder: str = field(kw_only=True)
+    policy: str = field(kw_only=True)
+    buffer: int = field(kw_only=True)  # images
     batch: int = field(kw_only=True)
     segment: int = field(kw_only=True)
+    lr: float = field(kw_only=True)
+    temperature: float = field(kw_only=True)
     guards: str = field(kw_only=True)  # never "auto"
 
     @classmethod
@@ -44,7 +53,13 @@ class RunPlan(RunOptions):
             raise UserError(f"{where} has no {missing[0]}: it is not the plan of a run")
         if content["guards"] == "auto":  # of an earlier version, which wrote so for a stream that is not live
             content = {**content, "guards": "off"}
+        if content.get("init") is None:  # of an earlier version, which had no public weights by name
+            content = {**content, "init": "random"}
         return cls(**content)
+
+    @property
+    def views(self) -> StrongViews:
+        return StrongViews((self.crop or FROM_SCRATCH.crop, 1.0), flip=self.flip != "off")
 
     @property
     def architecture(self) -> Architecture:
@@ -73,7 +88,19 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     if end is not None and images is not None and images > end:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
         raise UserError(f"{options.source} ends after {end} images, before the {images} asked for{how}")
-    batch = options.buffer if options.batch is None else options.batch
+    architecture = resolve_architecture(options, stream.size)
+    recipe = FROM_SCRATCH if architecture.encoder in RESNETS else ADAPT
+    given = dataclasses.asdict(options)
+    chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
+    if options.train is None and architecture.encoder not in ENCODERS:
+        chosen["train"] = "all"  # an adapter may have no stages
+    for name, allowed in (("positives", POSITIVES), ("flip", ("on", "off"))):
+        if chosen[name] not in allowed:
+            raise UserError(f"{name} is {chosen[name]!r}: use {' or '.join(allowed)}")
+    shape, in_time = (3, stream.size, stream.size), chosen["positives"] == "time"
+    buffer = n_that_fit(chosen["buffer"], shape, in_time)
+    in_one_step = buffer if isinstance(chosen["buffer"], int) else BATCH_SIZE
+    batch = in_one_step if options.batch is None else options.batch
     if images is not None and images < batch:
         whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
@@ -81,27 +108,40 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         raise UserError(f"norm_over is {options.norm_over!r}: use {' or '.join(NORM_OVER)}")
     if not 0 <= options.probes <= 1000:
         raise UserError(f"probes is {options.probes}: use 0 (no learning curve) to 1000")
-    segment = options.buffer if options.segment is None else options.segment
+    segment = in_one_step if options.segment is None else options.segment
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
     filled = {
         "source": absolute_source(options.source),
         "images": images,
         "epochs": None,
+        **chosen,
+        "buffer": buffer,
+        "reach": _reach(options, stream) if in_time else None,
         "batch": batch,
         "segment": segment,
         "size": stream.size,
-        **resolve_architecture(options, stream.size)._asdict(),
+        **architecture._asdict(),
+        "init": architecture.usual_init if options.init is None else options.init,
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
         "label_budget": _label_budget(options, images, epoch, stream.size),
     }
     return RunPlan(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)} | filled)
 
 
+def _reach(options: RunOptions, stream: Stream) -> int:
+    """Frames in a second of the stream, where its rate is known."""
+    if options.reach is not None:
+        return options.reach
+    return max(1, min(REACH, round(stream.fps))) if stream.fps else REACH
+
+
 def resolve_architecture(options: ModelOptions, size: int) -> Architecture:
     """The model that is asked for, for images of this size."""
     o = options
-    return Architecture.resolve(o.encoder, size, o.width, o.stem, o.norm, o.projection)
+    is_resnet = any(value is not None for value in (o.width, o.stem, o.norm))
+    encoder = o.encoder or ("resnet18" if is_resnet else "mobilenet_v2")
+    return Architecture.resolve(encoder, size, o.width, o.stem, o.norm, o.projection)
 
 
 def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:
@@ -109,7 +149,7 @@ def _label_budget(options: RunOptions, images: int | None, epoch: int | None, si
     if options.label_budget is None:
         return None
     budget = LabelBudget.parse(options.label_budget)
-    room = n_that_fit(parse_size(options.label_disk, "label_disk"), size)
+    room = n_candidates_that_fit(parse_size(options.label_disk, "label_disk"), size)
     known = min((n for n in (images, epoch) if n is not None), default=None)
     n_images = budget.of(known or 0)
     if known is not None and n_images > known:

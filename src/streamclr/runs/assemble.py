@@ -7,38 +7,45 @@ from pathlib import Path
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
+from streamclr.base.options import parse_size
 from streamclr.classifier import draw_labelled
+from streamclr.compute.fast_scoring import check_precision
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import seeded
-from streamclr.encoders.projection import ContrastiveModel, load_encoder
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.weights import INITS, model_from
 from streamclr.guards import Guarded
-from streamclr.learner import Learner
+from streamclr.learner import Learner, find_device
 from streamclr.models.pretrained import from_pretrained
-from streamclr.policy import POLICIES, Policy
+from streamclr.policy import POLICIES, ContrastScoring, Policy
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
+from streamclr.scenes import REACH
+from streamclr.stage_two import check_classifier
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
 def initial_model(options: ModelOptions, size: int) -> ContrastiveModel:
-    """What a run starts from: random weights, an encoder from a file, or a whole model with its projection head."""
+    """What a run starts from: public or random weights, an encoder from a file, or a model with its projection head."""
     asked = resolve_architecture(options, size)
-    with seeded(options.seed):
-        model = asked.make_model()
-    if options.init is None:
-        return model
-    if not Path(options.init).is_dir():
-        load_encoder(model.encoder, Path(options.init))
-        return model
-    pretrained = from_pretrained(options.init)
+    init = asked.usual_init if options.init is None else options.init
+    if init in INITS or not Path(init).is_dir():
+        with seeded(options.seed):
+            return model_from(asked, size, init)
+    pretrained = from_pretrained(init)
     if (its := pretrained.architecture) != asked:
         own = zip(Architecture._fields, its, asked, strict=True)
         flags = " ".join(f"--{name} {value}" for name, value, other in own if value != other)
-        raise UserError(f"{options.init} is {its}, not {asked}: give {flags}")
+        raise UserError(f"{init} is {its}, not {asked}: give {flags}")
     return pretrained.model
+
+
+def public_model(plan: RunPlan) -> ContrastiveModel | None:
+    """The model as it was before the run; None if the run began with random weights."""
+    return initial_model(plan, plan.size).to(find_device(plan.device)) if plan.init != "random" else None
 
 
 def policy_options(policy: str) -> list[str]:
@@ -64,15 +71,26 @@ def make_policy(plan: RunPlan) -> Policy:
 
 
 def make_learner(plan: RunPlan) -> Learner:
+    policy = make_policy(plan)  # mistakes come first: weights may have to be downloaded
+    if plan.memory is not None:
+        parse_size(plan.memory)
+    model = initial_model(plan, plan.size)
+    chosen = policy.policy if isinstance(policy, Guarded) else policy
+    if isinstance(chosen, ContrastScoring):
+        check_precision(model, chosen.precision)
     return Learner(
-        initial_model(plan, plan.size),
-        make_policy(plan),
-        buffer_size=plan.buffer,
+        model,
+        policy,
+        buffer=plan.buffer,
         batch_size=plan.batch,
         updates_per_segment=plan.updates,
         temperature=plan.temperature,
         lr=plan.lr,
         weight_decay=plan.weight_decay,
+        views=plan.views,
+        positives=plan.positives or "views",  # a plan of an earlier version does not say
+        train=plan.train or "all",
+        reach=plan.reach or REACH,
         memory=plan.memory,
         compile=plan.compile,
         seed=plan.seed,
@@ -85,6 +103,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     stream = open_run_stream(options)
     plan = resolve(options, stream)
     _ = plan.duty_share
+    check_classifier(plan.classifier)
     if ranks is not None and ranks.n > 1:
         stream = own_stream(plan, stream, ranks)
     if plan.serve:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.statistics import evenly_spaced
-from streamclr.classifier import Classifier, draw_labelled, train_head
+from streamclr.classifier import Classifier, draw_labelled
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.session import pixels
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.plan import RunPlan
+from streamclr.stage_two import fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.stream import Stream
 
@@ -296,7 +297,7 @@ class Challenger:
             raise UserError("labelled images of fewer than two classes can be read")
         targets = torch.tensor([classes.index(class_of[key]) for key in trained_on])
         known = torch.cat(features)
-        head = train_head(known[[rows[key] for key in trained_on]], targets, len(classes), quiet=True)
+        head = fit_linear(known[[rows[key] for key in trained_on]], targets, len(classes))
         measured = sorted(held & rows.keys())
         probabilities = head(known[[rows[key] for key in measured]]).softmax(1)
         found = score(probabilities, classes, [class_of[key] for key in measured])

@@ -19,6 +19,10 @@ from streamclr.learner import checked_images
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan
+from streamclr.runs.assemble import public_model
+from streamclr.scenes import SPREAD_WEIGHT
+from streamclr.scenes import spread as spread_rows
+from streamclr.stage_two import Chosen, ImagesByNumber, check_classifier, choose_classifier, fine_tune, fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import Source
@@ -27,6 +31,8 @@ from streamclr.views import StrongViews
 
 MakeEncoder = Callable[[], nn.Module]
 Device = torch.device | str
+MAX_LABELS_TUNED = 5000  # with more, a linear classifier is almost as good, in a fraction of the time
+MAX_BYTES = 2**28  # of labelled images in memory; more are read again for every batch
 _say_once = cache(say)
 
 
@@ -36,6 +42,7 @@ class Extracted(NamedTuple):
     features: Tensor
     labels: Tensor
     numbers: Tensor
+    weights: Tensor  # of the labels: 1, or less where one was spread from another frame of its track
 
 
 def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Extracted:
@@ -54,7 +61,7 @@ def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = No
     report_unreadable(bad, len(numbers))
     kept = np.concatenate(read)
     labels = checked_labels(images.labels[kept], len(images.classes))
-    return Extracted(torch.cat(features), labels, torch.from_numpy(kept))
+    return Extracted(torch.cat(features), labels, torch.from_numpy(kept), torch.ones(len(kept)))
 
 
 def labelled(source: Source | Stream) -> tuple[Images, Images]:
@@ -131,27 +138,93 @@ def train_supervised(
     return model, head.cpu().eval().requires_grad_(False)
 
 
+def train_classifier(
+    classifier: str,
+    model: ContrastiveModel,
+    train: Images,
+    known: Extracted,
+    public: ContrastiveModel | None,
+    seed: int,
+) -> Chosen:
+    """A classifier from labelled images whose features are known."""
+    features, labels, numbers, weights = known
+    n_classes, tracks = len(train.classes), train.tracks
+    groups = None if tracks is None else torch.from_numpy(tracks)[numbers]
+    if classifier == "paper":
+        return Chosen("paper", train_head(features, labels, n_classes, seed=seed), "paper: as asked")
+    n_given = int((weights == 1).sum())
+    is_for_linear = n_given > MAX_LABELS_TUNED and classifier == "auto"
+    if classifier == "linear" or is_for_linear:
+        why = (
+            f"{n_given:,} labels, and auto fine-tunes on {MAX_LABELS_TUNED:,} at most" if is_for_linear else "as asked"
+        )
+        return Chosen("linear", fit_linear(features, labels, n_classes, weights, groups), f"linear: {why}")
+    images = _images_of(train, numbers)
+    if classifier == "finetuned":
+        own, head = fine_tune(model, images, labels, n_classes, weights, seed=seed)
+        return Chosen("finetuned", head, "fine-tuned: as asked", own)
+    return choose_classifier(model, images, labels, n_classes, weights, groups, public, features=features, seed=seed)
+
+
+def spread_over_tracks(known: Extracted, drawn: Tensor, tracks: Tensor) -> Extracted:
+    """The drawn images and the other frames of their tracks, each with the label of the nearest drawn one.
+
+    known: all images; tracks: of each of them.
+    """
+    rows, sources = spread_rows(drawn.nonzero()[:, 0], tracks, reach=len(tracks))
+    weights = torch.where(rows == sources, 1.0, SPREAD_WEIGHT)
+    return Extracted(known.features[rows], known.labels[sources], known.numbers[rows], weights)
+
+
+def _images_of(images: Images, numbers: Tensor) -> Tensor | ImagesByNumber:
+    """In memory if they fit."""
+    known = numbers.numpy()
+    if len(known) * images.images(known[:1]).nbytes > MAX_BYTES:
+        return lambda rows: images.images(known[rows])
+    return torch.from_numpy(images.images(known))
+
+
 def evaluate(
-    model: ContrastiveModel, train: Images, test: Images, fractions: tuple[float, ...], seed: int = 0
-) -> tuple[dict[str, Any], dict[float, Head]]:
-    """Stage two: a head for each label fraction, and both probes on all labels. Returns the results and the heads."""
+    model: ContrastiveModel,
+    train: Images,
+    test: Images,
+    fractions: tuple[float, ...],
+    seed: int = 0,
+    classifier: str = "auto",
+    public: ContrastiveModel | None = None,
+    spread: bool = True,
+) -> tuple[dict[str, Any], dict[float, Chosen]]:
+    """Stage two: a classifier for each label fraction, and both probes on all labels.
+
+    classifier: one of CLASSIFIERS.
+    public: the encoder before it learned from the stream: `auto` takes it where the labels say that it is better.
+    spread: let a label count for the other frames of its track, where tracks are known.
+    """
+    check_classifier(classifier)
     n_classes = len(train.classes)
     draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
     known, tested = extract(model, train), extract(model, test)
-    heads: dict[float, Head] = {}
+    chosen: dict[float, Chosen] = {}
     labels: dict[str, Any] = {}
     for fraction, numbers in draws.items():
         drawn = torch.isin(known.numbers, numbers)
         if not drawn.any():
             raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
-        heads[fraction] = train_head(known.features[drawn], known.labels[drawn], n_classes, seed=seed)
-        accuracy = head_accuracy(heads[fraction], tested)
+        own = Extracted(*(column[drawn] for column in known))
+        if spread and train.tracks is not None and classifier != "paper":
+            own = spread_over_tracks(known, drawn, torch.from_numpy(train.tracks)[known.numbers])
+        one = chosen[fraction] = train_classifier(classifier, model, train, own, public, seed)
+        accuracy = head_accuracy(one.head, tested if one.model is None else extract(one.model, test))
         labels[str(fraction)] = {
             "n_labels": int(drawn.sum()),
+            **({"n_spread": n_spread} if (n_spread := len(own.labels) - int(drawn.sum())) else {}),
+            "classifier": one.kind,
+            "why": one.why,
+            **({"public_encoder": True} if one.is_public else {}),
             "accuracy": accuracy.top1,
             "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
         }
-    return {"n_test": len(tested.labels), "labels": labels, **probes(known, tested, n_classes)}, heads
+    return {"n_test": len(tested.labels), "labels": labels, **probes(known, tested, n_classes)}, chosen
 
 
 def evaluate_supervised(
@@ -166,7 +239,7 @@ def evaluate_supervised(
     for fraction in fractions:
         numbers = draw_labelled(train.labels, fraction, train.classes, seed)
         model, head = train_supervised(encoder, train, numbers, seed=seed, device=device)
-        features, labels, _ = extract(untrained, train, numbers)
+        features, labels, *_ = extract(untrained, train, numbers)
         frozen = train_head(features, labels, n_classes, seed=seed)
         heads = {"end_to_end": (head, extract(model, test)), "untrained_encoder": (frozen, untrained_tested)}
         results[str(fraction)] = {reading: head_accuracy(one, tested).top1 for reading, (one, tested) in heads.items()}
@@ -178,8 +251,12 @@ def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directo
     train, test = stream.train, stream.test
     if train is None or test is None:
         return {"labels": {}}
-    results, heads = evaluate(model, train, test, plan.label_fractions, plan.seed)
-    Heads(directory).save_fractions(heads, train.classes)
+    public = public_model(plan) if plan.classifier == "auto" else None
+    results, chosen = evaluate(
+        model, train, test, plan.label_fractions, plan.seed, plan.classifier, public, plan.spread == "on"
+    )
+    heads, models = ({f: getattr(one, part) for f, one in chosen.items()} for part in ("head", "model"))
+    Heads(directory).save_fractions(heads, train.classes, models)
     if plan.supervised:
         encoder, device = plan.architecture.make, model.mean.device
         results["supervised"] = evaluate_supervised(encoder, train, test, plan.label_fractions, plan.seed, device)

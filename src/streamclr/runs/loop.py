@@ -8,6 +8,9 @@ from collections.abc import Generator
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from streamclr.base.errors import LostRank, NotFinite, UserError
 from streamclr.base.progress import Progress, say
 from streamclr.guards import Guarded
@@ -172,7 +175,7 @@ class Loop:
     def _step(self, images: Any) -> Step | None:
         """One step and its line in the journal; None if it was undone."""
         try:
-            step = self.learner.learn_many(images)
+            step = self.learner.learn_many(images, self._tracks(len(images)))
         except NotFinite as error:
             self._undone(str(error), len(images))
             return None
@@ -199,6 +202,13 @@ class Loop:
         self._offer(images)
         self._watch(step)
         return step
+
+    def _tracks(self, n: int) -> Tensor | None:
+        """The tracks of the next images, where the learner wants neighbouring frames and the stream knows them."""
+        if self.learner.positives == "views":
+            return None
+        n_seen = self.learner.buffer.n_seen
+        return self.stream.tracks(torch.arange(n_seen, n_seen + n))
 
     def _offer(self, images: Any) -> None:
         """Offer the images as candidates for labelling."""

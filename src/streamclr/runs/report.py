@@ -4,7 +4,7 @@ import base64
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from streamclr.base.plots import line_plot, plot
 from streamclr.base.table import Table, labels_heading, percent
 from streamclr.labelling.session import png
 from streamclr.records.directory import RunDirectory
+from streamclr.stage_two import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,11 +57,16 @@ def results_table(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
     rows = []
     for name, content in results:
         labels = content.get("labels", {})
-        cells = [percent(labels[f]["accuracy"]) if f in labels else "–" for f in fractions]
+        cells = [_accuracy(labels[f]) if f in labels else "–" for f in fractions]
         cells += [percent(content.get("linear_probe")), percent(content.get("knn"))]
         cells += [f"{content[k]:,.0f}" if k in content else "–" for k in ("images", "seconds_learning")]
         rows.append([name, *cells])
     return Table("Accuracy on the test set", head, rows)
+
+
+def _accuracy(entry: dict[str, Any]) -> str:
+    """With the kind of classifier, of a run that could choose."""
+    return " ".join(filter(None, (percent(entry["accuracy"]), KINDS.get(entry.get("classifier", "")))))
 
 
 def curves(runs: Sequence[tuple[str, RunDirectory]]) -> str:
@@ -95,7 +101,10 @@ def _per_class(run: RunDirectory) -> str:
     names = list(next(iter(labels.values()))["per_class"])
     rows = [[name, *(percent(entry["per_class"][name]) for entry in labels.values())] for name in names]
     table = Table("", ["class", *(labels_heading(f) for f in labels)], rows)
-    return f"<details><summary>Accuracy per class</summary>{table.html()}</details>"
+    reasons = [f"{labels_heading(f)}: {entry['why']}" for f, entry in labels.items() if "why" in entry]
+    why = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    chosen = f"<p>Which classifier, and why:</p><ul>{why}</ul>" if why else ""
+    return f"{chosen}<details><summary>Accuracy per class</summary>{table.html()}</details>"
 
 
 def _class_mix(run: RunDirectory) -> str:

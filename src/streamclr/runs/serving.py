@@ -71,6 +71,9 @@ class PredictingStream(Stream):
     def labels(self, arrivals: Tensor) -> Tensor:
         return self.stream.labels(arrivals)
 
+    def tracks(self, arrivals: Tensor) -> Tensor | None:
+        return self.stream.tracks(arrivals)
+
     def take_events(self) -> list[tuple[str, str]]:
         return [self._events.popleft() for _ in range(len(self._events))]
 

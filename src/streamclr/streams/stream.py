@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.scenes import find_scenes
 from streamclr.streams.account import Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
 from streamclr.streams.datasets.images import Images, Source, readable
@@ -38,6 +39,11 @@ class Stream(Protocol):
     @property
     def size(self) -> int: ...  # side of the images in pixels
 
+    @property
+    def fps(self) -> float | None:
+        """Frames a second, where that is known before they come."""
+        return None
+
     def segments(
         self, n: int, until: int | None = None, idle: Idle = never, arrived: Arrived | None = None
     ) -> Generator[Tensor]:
@@ -57,6 +63,10 @@ class Stream(Protocol):
     def labels(self, arrivals: Tensor) -> Tensor:
         """The labels of images by the order in which they were handed out: skipped images are not counted."""
         ...
+
+    def tracks(self, arrivals: Tensor) -> Tensor | None:
+        """The tracks of images, int64, numbered as for `labels`. None: not known."""
+        return None
 
     def take_events(self) -> list[tuple[str, str]]:
         """Camera and event, such as a lost connection, since the last call."""
@@ -85,7 +95,6 @@ class DatasetStream(Stream):
 
     exact = True
     overload = "wait"
-    fps = None
 
     def __init__(self, source: Source):
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
@@ -124,10 +133,17 @@ class DatasetStream(Stream):
         return torch.cat(parts)
 
     def labels(self, arrivals: Tensor) -> Tensor:
+        return torch.from_numpy(self.source.labels(self._numbers(arrivals)))
+
+    def tracks(self, arrivals: Tensor) -> Tensor | None:
+        tracks = self.source.tracks(self._numbers(arrivals))
+        return None if tracks is None else torch.from_numpy(tracks)
+
+    def _numbers(self, arrivals: Tensor) -> np.ndarray:
+        """The numbers in the source of images that were handed out."""
         skipped = np.array(self._skipped, np.int64)  # one copy: another thread may be reading
         before = skipped - np.arange(len(skipped))  # images handed out before each skipped one
-        numbers = arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
-        return torch.from_numpy(self.source.labels(numbers))
+        return arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
 
     def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
         while len(images := self.read(n, until)):
@@ -164,6 +180,9 @@ class Shard(Source):
     def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self.whole.labels(self._in_whole(numbers))
 
+    def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
+        return self.whole.tracks(self._in_whole(numbers))
+
     def _in_whole(self, numbers: np.ndarray) -> np.ndarray:
         return (numbers // self.segment * self.n + self.index) * self.segment + numbers % self.segment
 
@@ -172,6 +191,7 @@ class CameraStream(CameraFrames, Stream):
     """The frames of cameras and recordings, until all of them have ended; unlabelled."""
 
     live = True
+    _scenes = torch.empty(0, dtype=torch.long)
 
     def shard(self, index: int, n: int, segment: int) -> "CameraStream":
         """The cameras and recordings that one of n ranks takes."""
@@ -184,7 +204,13 @@ class CameraStream(CameraFrames, Stream):
         frames = self.frames(n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)))
         with closing(frames):
             for images in frames:
-                yield torch.from_numpy(images)
+                segment = torch.from_numpy(images)
+                self._scenes = find_scenes(segment, torch.from_numpy(self.cameras))
+                yield segment
+
+    def tracks(self, arrivals: Tensor) -> Tensor:
+        """The scenes of frames of the last segment: no cut in their pixels, and one camera."""
+        return self._scenes[arrivals - (self.position - len(self._scenes))]
 
     def labels(self, arrivals: Tensor) -> Tensor:
         raise UserError("frames of a camera have no labels")

@@ -19,12 +19,43 @@ from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import read_json, write_json
 from streamclr.base.progress import say
 from streamclr.records.directory import NOT_THE_RUNS
-from streamclr.records.options import RunOptions
 from streamclr.streams.datasets import registry as data
 from streamclr.sweeps.origin import Origin, origin, origin_of
 
 Result = dict[str, Any]
 DESCRIPTION, RESULT, LOG = "job.json", "result.json", "log.txt"  # in the directory of a job
+
+
+# The arguments that the key of a job leaves out. They never change, or results that exist would not be found. An option
+# that is added later gets here the value that it had before, if that is not None.
+USUAL: Result = {
+    "source": "synthetic:",
+    "policy": "contrast",
+    "buffer": 256,
+    "guards": "auto",
+    "encoder": "resnet18",
+    "width": 64,
+    "norm": "batch",
+    "projection": "plain",
+    "init": "random",
+    "lr": 1e-4,
+    "weight_decay": 1e-4,
+    "temperature": 0.5,
+    "positives": "views",
+    "train": "all",
+    "crop": 0.2,
+    "flip": "on",
+    "seed": 0,
+    "updates": 1,
+    "compile": False,
+    "fractions": "0.01,0.1,1",
+    "classifier": "paper",
+    "spread": "on",
+    "probes": 10,
+    "supervised": False,
+    "label_disk": "64M",
+    "norm_over": "all",
+}
 
 
 @dataclass(frozen=True)
@@ -40,11 +71,11 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The file name of its result: a hash of its name and of the arguments that differ from the defaults."""
+        """The file name of its result: a hash of its name and of the arguments that are not the usual ones."""
         special = {
             name: value
             for name, value in self.arguments.items()
-            if name not in NOT_THE_RUNS and value != getattr(RunOptions, name, None)
+            if name not in NOT_THE_RUNS and value != USUAL.get(name)
         }
         content = json.dumps([self.name, special], sort_keys=True)
         return f"{self.title}-{hashlib.sha256(content.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")

@@ -27,12 +27,12 @@ from streamclr.sweeps.places import ON, open_place, work
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and smaller ones for two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is exact in both, so that no table depends on what is fast on a machine.
+FROM_SCRATCH = RunOptions(source="cifar10", stc=500, encoder="resnet18", classifier="paper")
 SCALES = {
-    "paper": RunOptions(source="cifar10", stc=500, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
-    "cpu": RunOptions(
-        source="cifar10", stc=500, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1
-    ),
+    "paper": replace(FROM_SCRATCH, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
+    "cpu": replace(FROM_SCRATCH, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1),
 }
+BUFFER = 256  # images in the buffer, unless an experiment says otherwise
 # What the time of a step depends on.
 KIND_FIELDS = "encoder width stem norm size policy buffer batch segment rescore_every device".split()
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Lab:
     def __init__(self, options: LabOptions):
         if options.scale not in SCALES:
             raise UserError(f"no scale {options.scale!r}: {opts.one_of(options.scale, SCALES)}")
-        for name, least in (("seeds", 1), ("images", SCALES[options.scale].buffer), ("workers", 1)):
+        for name, least in (("seeds", 1), ("images", BUFFER), ("workers", 1)):
             value = getattr(options, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")

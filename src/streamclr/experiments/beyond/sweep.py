@@ -57,5 +57,5 @@ def validate(directory: Path, **config: Any) -> Result:
         ArrayImages(train.images(numbers), train.labels[numbers], train.classes)
         for numbers in np.split(np.arange(len(train)), [len(train) * 4 // 5])
     )
-    results, _ = evaluate(learner.model, known, held_back, (1.0,), one.seed)
+    results, _ = evaluate(learner.model, known, held_back, (1.0,), one.seed, one.classifier)
     return results | {"seconds": seconds}

@@ -13,7 +13,7 @@ def experiment(lab: Lab) -> Findings:
     n_images = {size: lab.pick(paper=5_000_000, cpu=500_000 if size == 256 else 100_000) for size in PAPER}
     jobs = {}
     for size, n in n_images.items():
-        lr = SCALES[lab.scale].lr * RATES[size]
+        lr = (SCALES[lab.scale].lr or 1e-4) * RATES[size]
         for policy in POLICIES:
             jobs[f"{size} {policy}"] = lab.runs(policy=policy, buffer=size, lr=lr, images=n)
     measured = accuracies(lab.do(jobs))

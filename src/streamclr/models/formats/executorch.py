@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamclr.base.progress import quiet
 from streamclr.classifier import Classifier
 from streamclr.encoders.resnet import Conv3x3
 from streamclr.models.formats.quantise import Calibration
 from streamclr.models.formats.reader import PROGRAM_SEAL, about_text, sealed
-from streamclr.models.formats.torch_program import quiet
 from streamclr.models.parity import ExportedFunction
 
 MAX_SIDE = 1920  # pixels of an image; ExecuTorch reserves memory for the largest, here 56 MB

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from streamclr.base.progress import quiet
 from streamclr.classifier import Classifier
 from streamclr.models.formats.quantise import Calibration, quantise
 from streamclr.models.formats.reader import about_text, checked_session, sealed, session_of
-from streamclr.models.formats.torch_program import export_program, quiet
+from streamclr.models.formats.torch_program import export_program
 from streamclr.models.parity import ExportedFunction
 
 if TYPE_CHECKING:

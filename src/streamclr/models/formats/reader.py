@@ -225,7 +225,7 @@ def _open_torch(path: Path) -> Predictor:
 
     from streamclr.base.tensors import load_weights
     from streamclr.classifier import Classifier, Head
-    from streamclr.encoders.architecture import Architecture
+    from streamclr.encoders.architecture import ENCODERS, Architecture
 
     about, weights = _read_program(path)
     try:
@@ -233,6 +233,8 @@ def _open_torch(path: Path) -> Predictor:
         encoder, width, *others, _ = map(type, architecture)
         if encoder is not str or width not in (int, NoneType) or not {*others} <= {str, NoneType}:
             raise TypeError
+        if architecture.encoder not in ENCODERS:  # never a function that a file names
+            raise UserError("not one of streamclr's own")
         with torch.device("meta"):  # no memory; all weights are checked against it, and then put in its place
             model = architecture.make_model()
             head = Head(model.n_features, len(about["classes"]))

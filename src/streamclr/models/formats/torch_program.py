@@ -1,31 +1,15 @@
 """The classifier as a program of torch.export (.pt2)."""
 
 import io
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from streamclr.base.progress import quiet
 from streamclr.classifier import Classifier
 from streamclr.models.formats.quantise import Calibration
 from streamclr.models.formats.reader import about_text
 from streamclr.models.parity import ExportedFunction
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings and log lines of exporters, which are not for a user."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 @quiet()

@@ -233,7 +233,8 @@ def predicted_peak(plan: RunPlan) -> int | None:
     """Bytes of memory that the process of the run takes; None if that is not known for this model or device."""
     with suppress(UserError):
         learner = make_learner(replace(plan, memory=plan.memory or "1024G"))
-        return learner.fit((plan.segment, 3, plan.size, plan.size)).peak
+        fitted = learner.fit((plan.segment, 3, plan.size, plan.size))
+        return None if fitted is None else fitted.peak
     return None
 
 

@@ -51,6 +51,7 @@ class CameraFrames:
         self._places: list[Any] = [feed.place for feed in feeds]
         self._over = [False for _ in feeds]  # recordings that were read to their end
         self._none = np.empty((0, 3, self.size, self.size), np.uint8)
+        self.cameras = np.empty(0, np.int64)  # of each frame of the last segment, the number of its camera
 
     @property
     def size(self) -> int:
@@ -131,6 +132,7 @@ class CameraFrames:
         self._over = [capture.ended and capture.feed.exact for capture in self._captures]
         self.account.learned += n - missing
         self.position += n - missing
+        self.cameras = np.repeat(np.arange(len(parts)), [sum(map(len, own)) for own in parts])
         return np.concatenate([self._none, *(frames for own in parts for frames in own)])
 
     def _ask(self, missing: int) -> None:

@@ -1,23 +1,33 @@
-"""Image files: a folder with one sub-folder per class, a flat folder, and subsets of ImageNet."""
+"""Image files: a folder with one sub-folder per class and perhaps per track, a flat folder, and subsets of ImageNet."""
 
 import glob
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import checked_size
-from streamclr.streams.datasets.images import DatasetSource
+from streamclr.base.options import checked_size, one_of
+from streamclr.streams.datasets.images import DatasetSource, every_fifth_track
 from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key
+
+TRACKS = ("folder", "name", "none")  # what a track is
 
 
 class FileImages:
     """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels."""
 
-    def __init__(self, paths: list[Path], labels: list[int], classes: tuple[str, ...], size: int | None):
-        self.paths, self.labels, self.classes = paths, np.array(labels, np.int64), classes
+    def __init__(
+        self,
+        paths: list[Path],
+        labels: list[int],
+        classes: tuple[str, ...],
+        size: int | None,
+        tracks: np.ndarray | None = None,
+    ):
+        self.paths, self.labels, self.classes, self.tracks = paths, np.array(labels, np.int64), classes, tracks
         self.size = checked_size(_default_size(paths) if size is None else size)
 
     def __len__(self) -> int:
@@ -32,39 +42,58 @@ class FileImages:
     def file(self, number: int) -> str | None:
         return str(self.paths[number])
 
-    def subset(self, numbers: list[int]) -> "FileImages":
-        labels = self.labels[numbers].tolist()
-        return FileImages([self.paths[i] for i in numbers], labels, self.classes, self.size)
+    def subset(self, chosen: np.ndarray) -> "FileImages":
+        """The images for which `chosen` is true."""
+        paths = [self.paths[i] for i in np.flatnonzero(chosen).tolist()]
+        tracks = None if self.tracks is None else self.tracks[chosen]
+        return FileImages(paths, self.labels[chosen].tolist(), self.classes, self.size, tracks)
 
 
 def folder(
-    path: str, stc: int | None = None, seed: int = 0, size: int | None = None, passes: int | None = None
+    path: str,
+    stc: int | None = None,
+    seed: int = 0,
+    size: int | None = None,
+    passes: int | None = None,
+    order: str | None = None,
+    tracks: str | None = None,
 ) -> DatasetSource:
-    """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; with `stc` without end.
+    """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; with stc or order without end.
 
     A folder that has `train/` and `val/` (or `test/`) streams the first and is tested on the second. Any other folder
-    with classes streams all images and is tested on every fifth of each class, which stage two does not train on.
+    with classes streams all images and is tested on every fifth of each class, which stage two does not train on; on
+    every fifth track of each class where the tracks are known.
+
+    tracks: what a track is. `folder`: each folder below that of a class, or, where there is no such folder, each folder
+        below `path`, without classes. `name`: the part of the file name before the last `_`. `none`: not known.
+        Default: `folder` if all images are in folders below those of the classes, else `none`.
     """
+    if tracks not in (None, *TRACKS):
+        raise UserError(f"tracks is {tracks!r}: {one_of(str(tracks), TRACKS)}")
     if glob.has_magic(path) and not Path(path).is_dir():
         paths = sorted(filter(Path.is_file, map(Path, glob.glob(str(Path(path).expanduser())))), key=natural_key)
         if not paths:
             raise UserError(f"no file matches {path!r}: give a pattern of image files")
-        return DatasetSource(FileImages(paths, [], (), size), None, None, stc, seed, 1 if passes is None else passes)
+        images = FileImages(paths, [], (), size, _tracks(paths, tracks or "none"))
+        return DatasetSource(images, None, None, stc, seed, 1 if passes is None else passes, order)
     root = _directory(path, "folder")
     splits = [root / name for name in ("val", "test") if (root / "train").is_dir() and (root / name).is_dir()]
-    images = _images(root / "train" if splits else root, size)
+    streamed = root / "train" if splits else root
+    classes, tracks = _layout(streamed, tracks)
+    images = _images(streamed, size, classes, tracks)
     train = test = None
-    if splits:
-        train, test = images, _images(splits[0], images.size, images.classes)
-    elif images.classes:
-        each = [np.flatnonzero(images.labels == label) for label in range(len(images.classes))]
-        held_back = {i for numbers in each for i in numbers[4::5].tolist()}
-        if held_back:
-            train = images.subset([i for i in range(len(images)) if i not in held_back])
-            test = images.subset(sorted(held_back))
-    if passes is None and stc is None:
+    if splits and classes:
+        train, test = images, _images(splits[0], images.size, classes, tracks)
+        if images.tracks is not None and test.tracks is not None:
+            test.tracks += images.tracks.max() + 1
+    elif classes:
+        each_its_own = np.arange(len(images))
+        held_back = every_fifth_track(images.labels, each_its_own if images.tracks is None else images.tracks)
+        if held_back.any():
+            train, test = images.subset(~held_back), images.subset(held_back)
+    if passes is None and stc is None and order is None:
         passes = 1
-    return DatasetSource(images, train, test, stc, seed, passes)
+    return DatasetSource(images, train, test, stc, seed, passes, order)
 
 
 def imagenet(
@@ -120,16 +149,30 @@ def _directory(path: str, scheme: str) -> Path:
     return root
 
 
-def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None) -> FileImages:
-    """The images of `classes`, or of all sub-folders that hold images; if none does, those in `root`, unlabelled."""
+def _layout(root: Path, tracks: str | None) -> tuple[tuple[str, ...], str]:
+    """The classes, which are the sub-folders that hold images, and what a track is: one of TRACKS."""
+    folders = _folders(root)
+    flat = tuple(p.name for p in folders if _files(p))
+    if tracks in ("name", "none") or (tracks is None and flat):
+        return flat, tracks or "none"
+    deep = {p.name for p in folders if any(map(_files, _folders(p)))}
+    if tracks == "folder" and not deep:  # one level: its folders are the tracks
+        if not flat:
+            raise UserError(f"tracks=folder, and {root} has no folder with images: leave it out, or use tracks=name")
+        return (), "folder"
+    if tracks is None and deep and deep <= {"train", "val", "test"}:
+        only = ", ".join(sorted(deep))
+        raise UserError(f"{root} has only {only}: it needs train and val (or test), or give one of them")
+    return tuple(p.name for p in folders if p.name in deep.union(flat)), "folder" if deep else "none"
+
+
+def _images(root: Path, size: int | None, classes: tuple[str, ...], tracks: str = "none") -> FileImages:
+    """The images of `classes`; if there are none, those in `root`, unlabelled."""
 
     def files(directory: Path) -> list[Path]:
-        found = (p for p in directory.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
-        return sorted(found, key=natural_key)
+        below = _folders(directory) if tracks == "folder" else []
+        return [file for one in (directory, *below) for file in _files(one)]
 
-    if classes is None:
-        folders = sorted(map(Path, class_folders(root)), key=natural_key)
-        classes = tuple(p.name for p in folders if files(root / p))
     paths, labels = ([], []) if classes else (files(root), [])
     for label, name in enumerate(classes):
         if not (root / name).is_dir() or not (found := files(root / name)):
@@ -139,7 +182,34 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...] | None = None
     if not paths:
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(f"no images in {root}: it needs {kinds} files, flat or one folder per class")
-    return FileImages(paths, labels, classes, size)
+    tops = {root / name for name in classes} or {root}
+    return FileImages(paths, labels, classes, size, _tracks(paths, tracks, tops))
+
+
+def _folders(directory: Path) -> list[Path]:
+    return sorted((directory / name for name in class_folders(directory)), key=natural_key)
+
+
+def _files(directory: Path) -> list[Path]:
+    found = (p for p in directory.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    return sorted(found, key=natural_key)
+
+
+def _tracks(paths: list[Path], tracks: str, tops: Collection[Path] = ()) -> np.ndarray | None:
+    """The number of each file's track. A file in one of `tops`, the folders above those of tracks, is its own."""
+    if tracks == "none":
+        return None
+    if tracks == "folder":
+        names = [path if path.parent in tops else path.parent for path in paths]
+    else:
+        names = [path.with_name(track_name(path)) for path in paths]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.array([numbers[name] for name in names], np.int64)
+
+
+def track_name(path: Path) -> str:
+    """The part of a file name before the last `_`; without one, all but the suffix."""
+    return path.stem.rpartition("_")[0] or path.stem
 
 
 def _default_size(paths: list[Path]) -> int:

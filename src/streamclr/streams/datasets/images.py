@@ -1,4 +1,4 @@
-"""Labelled images by index, and their order in a temporally correlated stream."""
+"""Labelled images by index, the tracks that they belong to, and their order in a temporally correlated stream."""
 
 import random
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import checked_seed, checked_stc
+from streamclr.base.options import checked_seed, checked_size, checked_stc, one_of
 from streamclr.streams.frame import BadFrame
+
+ORDERS = ("tracks", "iid")
 
 
 class Numbered(Protocol):
@@ -19,10 +21,15 @@ class Numbered(Protocol):
 
 
 class Images(Numbered, Protocol):
-    """Random access to images and their labels."""
+    """Random access to images and their labels.
+
+    tracks: a track is a run of frames of one object from one camera; its frames have one number, in the order of the
+        images. The images of a stream, for training and for the test share these numbers.
+    """
 
     labels: np.ndarray  # int64, one per image
     classes: tuple[str, ...]
+    tracks: np.ndarray | None = None  # int64, one per image; None: not known
 
     def __len__(self) -> int: ...
 
@@ -41,6 +48,10 @@ class Source(Numbered, Protocol):
     test: Images | None = None
 
     def labels(self, numbers: np.ndarray) -> np.ndarray: ...
+
+    def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
+        """The track of each image, int64; the same in every pass. None: not known."""
+        return None
 
 
 def readable(source: Numbered, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, BadFrame]]:
@@ -66,28 +77,65 @@ def checked_images(images: np.ndarray) -> np.ndarray:
 
 
 class ArrayImages(Images):
-    """Images in one array, n x 3 x H x W of uint8."""
+    """Images in one array, n x 3 x H x W of uint8.
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str]):
+    size: they are scaled to it as they are read, so that an array that is mapped from a file stays there.
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        tracks: np.ndarray | None = None,
+        size: int | None = None,
+    ):
+        self.size = None if size is None else checked_size(size)
         self._images, self.labels = checked_images(images), labels.astype(np.int64, copy=False)
-        self.classes = tuple(classes)
-        if len(labels) != len(images):
-            raise UserError(f"there are {len(images)} images and {len(labels)} labels: give one label for each image")
+        self.classes, self.tracks = tuple(classes), tracks
+        for name, given in (("label", labels), ("track", tracks)):
+            if given is not None and len(given) != len(images):
+                n = f"{len(images)} images and {len(given)} {name}s"
+                raise UserError(f"there are {n}: give one {name} for each image")
 
     def __len__(self) -> int:
         return len(self._images)
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
-        return self._images[numbers]
+        return _resized(self._images[numbers], self.size)
+
+
+def _resized(images: np.ndarray, size: int | None) -> np.ndarray:
+    if size is None or images.shape[-2:] == (size, size):
+        return images
+    import torch
+    import torch.nn.functional as F
+
+    chunks = (
+        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True)
+        for chunk in torch.from_numpy(images).split(256)
+    )
+    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks]).numpy()
 
 
 class Splits(NamedTuple):
-    """A dataset that fits in memory: uint8 images n x 3 x H x W and int64 labels."""
+    """A dataset that fits in memory: uint8 images n x 3 x H x W, int64 labels and tracks."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
     test_images: np.ndarray
     test_labels: np.ndarray
+    train_tracks: np.ndarray | None = None
+    test_tracks: np.ndarray | None = None
+
+
+def every_fifth_track(labels: np.ndarray, tracks: np.ndarray) -> np.ndarray:
+    """Whether an image is held back for the test: it is in the 5th, 10th, … track of its class, in their order."""
+    held_back = []
+    for label in np.unique(labels):
+        own, first = np.unique(tracks[labels == label], return_index=True)
+        held_back.append(own[np.argsort(first)][4::5])
+    return np.isin(tracks, np.concatenate([tracks[:0], *held_back]))
 
 
 class DatasetSource(Source):
@@ -97,6 +145,8 @@ class DatasetSource(Source):
     train, test: labelled images for stage two; None if there are none.
     stc: strength of temporal correlation, the length of the runs of one class (Sec. IV-A). The last run of a class may
         be shorter. 1 is iid: a new shuffle each pass. None is the order of the dataset.
+    order: instead of stc: `tracks`, whole tracks in a new random order each pass, the frames of a track in their order;
+        or `iid`, the same as stc=1.
     passes: how often the dataset is streamed; None: without end.
     """
 
@@ -110,23 +160,31 @@ class DatasetSource(Source):
         stc: int | None,
         seed: int = 0,
         passes: int | None = None,
+        order: str | None = None,
     ):
+        if order is not None:
+            _check_order(order, stc, streamed)
+        if order == "iid":
+            stc, order = 1, None
         if passes is not None and passes < 1:
             raise UserError(f"passes is {passes}: use at least 1, or leave it out for an endless stream")
         if stc is not None and stc > 1 and not streamed.classes:
             raise UserError(f"stc={stc} needs classes, and these images have none: leave it out, or use stc=1")
         self.streamed, self.train, self.test, self.classes = streamed, train, test, streamed.classes
-        self.stc = None if stc is None else checked_stc(stc)
+        self.stc, self.order = None if stc is None else checked_stc(stc), order
         self.seed, self.epoch = checked_seed(seed), len(streamed)
         self.n_images = None if passes is None else passes * len(streamed)
         self._last_classes: list[int] = []  # last class of each pass so far: the next pass starts with another
-        self._order = lru_cache(maxsize=32)(self._make_order)
+        self._indices_of = lru_cache(maxsize=32)(self._make_order)
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         return self.streamed.images(self._indices(numbers))
 
     def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self.streamed.labels[self._indices(numbers)]
+
+    def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
+        return None if self.streamed.tracks is None else self.streamed.tracks[self._indices(numbers)]
 
     def file(self, number: int) -> str | None:
         """The path of an image by its number in the stream."""
@@ -137,10 +195,12 @@ class DatasetSource(Source):
         indices = np.empty_like(numbers)
         for pass_ in np.unique(passes).tolist():
             here = passes == pass_
-            indices[here] = self._order(pass_)[places[here]]
+            indices[here] = self._indices_of(pass_)[places[here]]
         return indices
 
     def _make_order(self, pass_: int) -> np.ndarray:
+        if self.order == "tracks":
+            return self._track_after_track(np.random.default_rng([self.seed, pass_]))
         if self.stc is None:
             return np.arange(self.epoch)
         if self.stc == 1:
@@ -148,6 +208,12 @@ class DatasetSource(Source):
         for earlier in range(len(self._last_classes), pass_):
             self._runs(earlier)
         return np.concatenate(self._runs(pass_))
+
+    def _track_after_track(self, rng: np.random.Generator) -> np.ndarray:
+        assert self.streamed.tracks is not None
+        _, track = np.unique(self.streamed.tracks, return_inverse=True)  # 0 to n - 1
+        places = rng.permutation(track.max() + 1)  # of each track in this pass
+        return np.argsort(places[track], kind="stable")
 
     def _runs(self, pass_: int) -> list[np.ndarray]:
         """The runs of one pass. Neighbours have different classes, across passes too, where that is possible."""
@@ -164,6 +230,15 @@ class DatasetSource(Source):
         if len(self._last_classes) == pass_:
             self._last_classes.append(places[-1])
         return [runs[place].pop() for place in places]
+
+
+def _check_order(order: str, stc: int | None, streamed: Images) -> None:
+    if order not in ORDERS:
+        raise UserError(f"order is {order!r}: {one_of(order, ORDERS)}")
+    if stc is not None:
+        raise UserError(f"order={order} and stc={stc} are two orders: use one of them")
+    if order == "tracks" and streamed.tracks is None:
+        raise UserError("order=tracks, and these images have no tracks: use order=iid, or for a folder tracks=name")
 
 
 def _arrange(counts: list[int], last: int | None, rng: random.Random) -> list[int]:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from streamclr.base.download import download
 from streamclr.base.errors import UserError
 from streamclr.base.machine import cache_dir
-from streamclr.base.options import checked_size, one_of
+from streamclr.base.options import one_of
 from streamclr.base.progress import Progress
 from streamclr.streams.datasets.cifar import CIFAR10_CLASSES, CIFAR100_CLASSES, read_cifar10, read_cifar100
+from streamclr.streams.datasets.gtsrb import GTSRB_CLASSES, TEST_ZIPS, TRAINING_ZIP, read_gtsrb
 from streamclr.streams.datasets.images import ArrayImages, DatasetSource, Splits
 from streamclr.streams.datasets.svhn import SVHN_CLASSES, read_svhn
 from streamclr.streams.datasets.tiny_imagenet import TINY_IMAGENET_20_CLASSES, read_tiny_imagenet
@@ -39,6 +40,7 @@ class Dataset:
     sha256: str | None = None  # of the content, whatever files it came in
 
 
+GTSRB_SITE = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370"
 DATASETS = {
     "cifar10": Dataset(
         "CIFAR-10",
@@ -77,30 +79,40 @@ DATASETS = {
         {},
         (10_000, 1_000),
     ),
+    "gtsrb": Dataset(
+        "GTSRB",
+        GTSRB_CLASSES,
+        read_gtsrb,
+        ("GTSRB", TRAINING_ZIP, "gtsrb-train.tar.xz"),
+        {  # the training images last: the others are found beside them
+            f"{GTSRB_SITE}/{TEST_ZIPS[0]}": "c7e4e6327067d32654124b0fe9e82185",
+            f"{GTSRB_SITE}/{TEST_ZIPS[1]}": "fe31e9c9270bbcd7b84b7f21a9d9d9e5",
+            f"{GTSRB_SITE}/{TRAINING_ZIP}": "f33fd80ac59bff73c82d25ab499e03a3",
+        },
+        (39_209, 12_630),
+    ),
 }
 
 
 def dataset(
-    name: str, path: str = "", stc: int | None = 500, seed: int = 0, size: int | None = None, passes: int | None = None
+    name: str,
+    path: str = "",
+    stc: int | None = None,
+    seed: int = 0,
+    size: int | None = None,
+    passes: int | None = None,
+    order: str | None = None,
 ) -> DatasetSource:
-    """A dataset from the cache (see `streamclr data get`), or from its official files at `path`."""
+    """A dataset from the cache (see `streamclr data get`), or from its official files at `path`.
+
+    Without stc and order: track after track where the tracks are known, else runs of 500 images of a class.
+    """
     splits, classes = load(name, Path(path).expanduser() if path else None), DATASETS[name].classes
-    train = ArrayImages(resized(splits.train_images, size), splits.train_labels, classes)
-    test = ArrayImages(resized(splits.test_images, size), splits.test_labels, classes)
-    return DatasetSource(train, train, test, stc, seed, passes)
-
-
-def resized(images: np.ndarray, size: int | None) -> np.ndarray:
-    if size is None or images.shape[-2:] == (checked_size(size), size):
-        return images
-    import torch
-    import torch.nn.functional as F
-
-    chunks = (
-        F.interpolate(chunk.float(), (size, size), mode="bilinear", antialias=True)
-        for chunk in torch.from_numpy(images).split(4096)
-    )
-    return torch.cat([chunk.round().clamp(0, 255).byte() for chunk in chunks]).numpy()
+    train = ArrayImages(splits.train_images, splits.train_labels, classes, splits.train_tracks, size)
+    test = ArrayImages(splits.test_images, splits.test_labels, classes, splits.test_tracks, size)
+    if stc is None and order is None:
+        stc, order = (500, None) if train.tracks is None else (None, "tracks")
+    return DatasetSource(train, train, test, stc, seed, passes, order)
 
 
 def load(name: str, path: Path | None = None) -> Splits:
@@ -149,7 +161,8 @@ def get(name: str, source: Path | None = None) -> str:
 
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {name: np.ascontiguousarray(array) for name, array in splits._asdict().items()}
+        known_arrays = {name: array for name, array in splits._asdict().items() if array is not None}
+        arrays = {name: np.ascontiguousarray(array) for name, array in known_arrays.items()}
         save_file(arrays, part, {"sha256": digest, "from": origin})
         part.chmod(0o644)
         part.replace(cached)
@@ -182,7 +195,7 @@ def _read_below(known: Dataset, directory: Path, itself: bool = False) -> Splits
 
 def _digest(splits: Splits) -> str:
     digest = hashlib.sha256()
-    for array in splits:
+    for array in filter(lambda array: array is not None, splits):
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
@@ -205,13 +218,15 @@ def _mapped(file: Path) -> tuple[Splits, str]:
         if n_bytes > file.stat().st_size:  # of a text file, for example
             raise ValueError("not a safetensors file")
         header = json.loads(content.read(n_bytes))
-    arrays = []
+    arrays = {}
     for field in Splits._fields:
+        if field.endswith("_tracks") and field not in header:
+            continue  # most datasets have none
         dtype, start = {"U8": np.uint8, "I64": np.int64}[header[field]["dtype"]], header[field]["data_offsets"][0]
         # Copy on write: torch warns of arrays that are read-only.
         mapped = np.memmap(file, dtype, "c", 8 + n_bytes + start, tuple(header[field]["shape"]))
-        arrays.append(mapped.view(np.ndarray))
-    return Splits(*arrays), header["__metadata__"]["sha256"]
+        arrays[field] = mapped.view(np.ndarray)
+    return Splits(**arrays), header["__metadata__"]["sha256"]
 
 
 def _local(known: Dataset) -> tuple[Splits, str] | None:
@@ -244,12 +259,7 @@ def _from_site(known: Dataset, directory: Path) -> Path:
     file = directory
     for url, md5 in known.urls.items():
         file = directory / url.rsplit("/", 1)[1]
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            size = int(answer.headers.get("Content-Length", 0)) or None
-            with file.open("wb") as out, Progress(f"getting {file.name}", size) as bar:
-                while chunk := answer.read(2**20):
-                    out.write(chunk)
-                    bar.advance(len(chunk))
+        download(url, file)
         _check(file, "md5", md5)
     return file
 

@@ -31,6 +31,7 @@ CLASSES = {
 }
 N_PARAMETERS = 48
 MAX_LABELLED = 100_000  # images in train and in test
+FIRST_TEST_TRACK = 2**62  # tracks of the test set have numbers that the stream never reaches
 
 
 class Synthetic(Source):
@@ -60,6 +61,9 @@ class Synthetic(Source):
 
     def labels(self, numbers: np.ndarray) -> np.ndarray:
         return self._labels(0, numbers // self.stc)
+
+    def tracks(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers // self.stc
 
     def _labels(self, split: int, tracks: np.ndarray) -> np.ndarray:
         """Every ten tracks show each class once, and no class follows itself."""
@@ -99,6 +103,7 @@ class SyntheticImages(Images):
         self._source, self._split, self.classes = source, split, source.classes
         self._tracks = np.arange(n)
         self.labels = source._labels(split, self._tracks)
+        self.tracks = self._tracks + split * FIRST_TEST_TRACK
 
     def __len__(self) -> int:
         return len(self._tracks)

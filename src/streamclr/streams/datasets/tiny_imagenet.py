@@ -1,12 +1,11 @@
 """Twenty classes of ImageNet at 64 px: train/ and val/ with one folder per class in each, or an archive of these."""
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from streamclr.base.errors import UserError
-from streamclr.streams.datasets.archive import open_archive
+from streamclr.streams.datasets.archive import unpacked
 from streamclr.streams.datasets.folder import class_folders, imagenet
 from streamclr.streams.datasets.images import Images, Splits
 
@@ -19,14 +18,8 @@ TINY_IMAGENET_20_CLASSES = tuple(  # in the order of their folders, n01774750 to
 def read_tiny_imagenet(place: Path) -> Splits | None:
     """The dataset from a folder or its archive; None if there is no train/."""
     if place.is_file():
-        with tempfile.TemporaryDirectory(prefix="streamclr-") as temporary:
-            with open_archive(place) as archive:
-                archive.extractall(temporary, filter="data")
-            try:
-                return read_tiny_imagenet(Path(temporary))
-            except UserError as error:  # which names the temporary folder
-                inside = str(error).replace(f"{temporary}/", "").replace(temporary, "it")
-                raise UserError(f"{place} is not whole, or another archive ({inside}): get it again") from None
+        with unpacked(place) as directory:
+            return read_tiny_imagenet(directory)
     if not (place / "train").is_dir():
         return None
     source = imagenet(str(place), classes=(n := len(TINY_IMAGENET_20_CLASSES)), size=64)

@@ -1,0 +1,366 @@
+"""Stage two, beyond the paper: a linear classifier, fine-tuning of the whole encoder, and the choice between them."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streamclr.base.errors import UserError
+from streamclr.base.options import one_of
+from streamclr.base.progress import Progress
+from streamclr.classifier import Head, checked_labels
+from streamclr.encoders.inference import checked_images, infer, seeded
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.stages import set_trained
+from streamclr.views import StrongViews
+
+# Of the linear classifier: how much the sum of squares of the weights counts beside the mean cross-entropy.
+DECAYS = (1e-1, 1e-2, 1e-3, 1e-4)
+DEFAULT_DECAY = 1e-2  # with too few labels to hold some back
+N_FOLDS = 5
+MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 2  # on average; with fewer, none is held back to choose by
+MAX_LABELS_FOLDED = 2000  # with more, one fold of them is enough to choose by
+
+# Of fine-tuning.
+LR = 1e-3
+STEPS = 420
+WARM_UP_STEPS = 10
+BATCH_SIZE = 64  # images
+WEIGHT_DECAY = 1e-4
+SCALE = (0.5, 1.0)  # smallest and largest share of the image in a view
+STRENGTH, JITTER = 0.4, 0.8  # of the colour jitter, and its probability
+
+KINDS = {"linear": "linear", "finetuned": "fine-tuned"}  # the simplest first, and what people call them
+CLASSIFIERS = ("auto", *KINDS, "paper")  # the option of a run
+ImagesByNumber = Callable[[np.ndarray], np.ndarray | Tensor]  # row numbers in, uint8 images out
+
+
+def check_classifier(name: str) -> None:
+    if name not in CLASSIFIERS:
+        raise UserError(f"no classifier {name!r}: {one_of(name, CLASSIFIERS)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A linear classifier on frozen features.
+
+
+def fit_linear(
+    features: Tensor,
+    labels: Tensor,
+    n_classes: int,
+    weights: Tensor | None = None,
+    groups: Tensor | None = None,
+    decay: float | None = None,
+) -> Head:
+    """Logistic regression on standardised features, to convergence.
+
+    weights: of the labels: 1 if a person gave it, less if it was spread from another image.
+    groups: a number for each label; labels of one group, as frames of one track, are held back together.
+    decay: of the weights; default: chosen by cross-validation.
+    """
+    labels = checked_labels(labels, n_classes, len(features))
+    weights = _checked_weights(weights, labels)
+    if decay is None:
+        decay = cross_validate(features, labels, n_classes, weights, groups).decay
+    head = Head(features.shape[1], n_classes)
+    head.fit_scale(features, weights)
+    x, basis = _reduced((features - head.mean) / head.std)
+    found = _minimum(x, labels, weights, decay, torch.zeros(n_classes, x.shape[1]))
+    with torch.no_grad():
+        head.linear.weight.copy_(found[:, :-1] if basis is None else found[:, :-1] @ basis.T)
+        head.linear.bias.copy_(found[:, -1])
+    return head.eval().requires_grad_(False)
+
+
+class Validation(NamedTuple):
+    """What labels that were held back say of the linear classifier."""
+
+    decay: float
+    right: int
+    n: int  # labels tested; 0 with too few groups
+
+
+def cross_validate(
+    features: Tensor, labels: Tensor, n_classes: int, weights: Tensor | None = None, groups: Tensor | None = None
+) -> Validation:
+    """The best decay, and how many labels are predicted correctly by classifiers that were not trained on them.
+
+    Only labels that a person gave are tested. A label is tested with the decay that is best for the other folds, so
+    that the choice does not flatter the result.
+    """
+    labels = checked_labels(labels, n_classes, len(features))
+    weights = _checked_weights(weights, labels)
+    groups = _checked_groups(groups, labels)
+    given = weights >= 1
+    if len(groups.unique()) < N_FOLDS:
+        return Validation(DEFAULT_DECAY, 0, 0)
+    decays = DECAYS if _are_enough(labels[given]) else (DEFAULT_DECAY,)
+    scale = Head(features.shape[1], 1)
+    scale.fit_scale(features, weights)
+    x, _ = _reduced((features - scale.mean) / scale.std)
+    fold = folds_of(labels, groups)
+    losses, rights, counts = (torch.zeros(N_FOLDS, len(decays)) for _ in range(3))
+    for k in range(N_FOLDS if len(labels) <= MAX_LABELS_FOLDED else 1):
+        known, tested = fold != k, (fold == k) & given
+        if len(labels[known].unique()) < 2:
+            continue
+        # No classifier knows a class that it was not shown: that says nothing about the decay.
+        comparable = torch.isin(labels[tested], labels[known])
+        found = torch.zeros(n_classes, x.shape[1])
+        for i, decay in enumerate(decays):  # each begins where the last one ended
+            found = _minimum(x[known], labels[known], weights[known], decay, found)
+            logits = x[tested] @ found.T
+            losses[k, i] = F.cross_entropy(logits[comparable], labels[tested][comparable], reduction="sum")
+            rights[k, i] = (logits.argmax(1) == labels[tested]).sum()
+            counts[k, i] = tested.sum()
+    of_others = losses.sum(0) - losses if len(labels) <= MAX_LABELS_FOLDED else losses
+    best = of_others.argmin(1)  # of each fold
+    right, n = (int(table[torch.arange(N_FOLDS), best].sum()) for table in (rights, counts))
+    return Validation(decays[int(losses.sum(0).argmin())], right, n)
+
+
+def folds_of(labels: Tensor, groups: Tensor) -> Tensor:
+    """The fold of each label: groups stay whole, and the groups of a class are dealt out one by one."""
+    _, group = groups.unique(return_inverse=True)
+    n = int(group.max()) + 1
+    label = torch.zeros(n, dtype=torch.long).scatter_(0, group.flip(0), labels.flip(0))  # of its first row
+    rank = torch.empty(n, dtype=torch.long)
+    rank[label.argsort(stable=True)] = torch.arange(n)
+    return rank[group] % N_FOLDS
+
+
+def _are_enough(labels: Tensor) -> bool:
+    return len(labels) >= max(MIN_LABELS, MIN_LABELS_OF_CLASS * len(labels.unique()))
+
+
+def _checked_weights(weights: Tensor | None, labels: Tensor) -> Tensor:
+    if weights is None:
+        return torch.ones(len(labels))
+    if weights.shape != labels.shape or not bool((weights > 0).all() and weights.isfinite().all()):
+        raise UserError(f"weights of shape {tuple(weights.shape)} for {len(labels)} labels: give a number above 0 each")
+    return weights.float()
+
+
+def _checked_groups(groups: Tensor | None, labels: Tensor) -> Tensor:
+    if groups is None:
+        return torch.arange(len(labels))
+    if groups.shape != labels.shape or groups.is_floating_point():
+        raise UserError(f"groups of shape {tuple(groups.shape)} for {len(labels)} labels: give a whole number each")
+    return groups.long()
+
+
+def _reduced(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows with a 1 at their end, for the bias. With fewer rows than features: their coordinates in an orthonormal
+    basis of the rows (d x n). The best weights lie in it, because any other part only adds to their squares."""
+    basis = None
+    if len(x) < x.shape[1]:
+        basis, coordinates = torch.linalg.qr(x.T)
+        x = coordinates.T
+    return F.pad(x, (0, 1), value=1.0), basis
+
+
+def _minimum(x: Tensor, labels: Tensor, weights: Tensor, decay: float, start: Tensor) -> Tensor:
+    """Of the weighted mean cross-entropy + decay · |weights|²: n classes x columns of x, the last is the bias."""
+    if not x.isfinite().all():  # of an encoder that broke: nothing can be learned, and the search would not end well
+        return torch.full_like(start, math.nan)
+    found, shares = start.clone(), (weights / weights.sum())[:, None]
+    targets = F.one_hot(labels, len(found)).to(x)
+    decays = torch.full((x.shape[1],), decay)
+    decays[-1] = 0
+    optimizer = torch.optim.LBFGS(
+        [found],
+        max_iter=200,
+        history_size=10,
+        tolerance_grad=1e-5,
+        tolerance_change=1e-8,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:  # the gradient is written out: autograd would take half of the time
+        log_p = (x @ found.T).log_softmax(1)
+        found.grad = ((log_p.exp() - targets) * shares).T @ x + 2 * decays * found
+        return (decays * found.square()).sum() - (shares * targets * log_p).sum()
+
+    optimizer.step(closure)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fine-tuning.
+
+
+def fine_tune(
+    model: ContrastiveModel,
+    images: Tensor | ImagesByNumber,
+    labels: Tensor,
+    n_classes: int,
+    weights: Tensor | None = None,
+    steps: int = STEPS,
+    lr: float = LR,
+    seed: int = 0,
+    quiet: bool = False,
+    train: str = "all",
+    head: str = "zeros",
+    flip: bool = False,
+    smoothing: float = 0.0,
+) -> tuple[ContrastiveModel, Head]:
+    """A copy of the model and a head, trained end to end on views of the labelled images; the model stays as it is.
+
+    images: uint8, n x 3 x H x W; or a function that gives those of row numbers, if they do not fit into memory.
+    weights: an image is drawn as often as its weight says. As factors of the loss they would give the same gradient on
+        average, from batches that are filled with images that hardly count.
+    train: the part of the encoder that learns, see `set_trained`.
+    head: `zeros`, or `linear` to begin with `fit_linear` on the features of the model.
+    flip: whether views may be mirrored, which changes the meaning of signs and text.
+    smoothing: of the labels, 0 to 1.
+    """
+    labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
+    weights = _checked_weights(weights, labels)
+    if head not in ("zeros", "linear"):
+        raise UserError(f"head is {head!r}: use 'zeros' or 'linear'")
+    if steps < 1:
+        raise UserError(f"steps is {steps}: use at least 1")
+    device = model.mean.device
+    tuned = copy.deepcopy(model)
+    set_trained(tuned, train)
+    tuned.train()
+    layer = Head(model.n_features, n_classes)
+    if head == "linear":
+        layer = fit_linear(features_of(model, images, len(labels)), labels, n_classes, weights).requires_grad_()
+    layer = layer.to(device).train()
+    learning = [p for p in [*tuned.encoder.parameters(), *layer.parameters()] if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=lr, weight_decay=WEIGHT_DECAY)
+    views = StrongViews(SCALE, STRENGTH, JITTER, grey=0.0, blur=0.0, flip=flip)
+    generator, on_device = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
+    drawn = _drawn(weights, steps * BATCH_SIZE, generator)
+    # The global generator is that of dropout.
+    with seeded(seed), Progress(f"fine-tuning on {len(labels):,} labels, steps", steps, quiet=quiet) as bar:
+        for step, rows in enumerate(drawn.split(BATCH_SIZE)):
+            optimizer.param_groups[0]["lr"] = lr * _schedule(step, steps)
+            pixels = views(_rows_of(images, rows).to(device), on_device)
+            loss = F.cross_entropy(layer(tuned.features(pixels)), labels[rows].to(device), label_smoothing=smoothing)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            bar.advance(1, f"loss {float(loss.detach()):.3f}")
+    return tuned.eval().requires_grad_(False), layer.cpu().eval().requires_grad_(False)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """The share of the learning rate: a linear warm-up, and half a cosine to zero."""
+    return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def _drawn(weights: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """n row numbers in random order, each row as often as its weight says, rounded up or down."""
+    points = (torch.arange(n, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)) / n
+    ends = (weights.double() / weights.double().sum()).cumsum(0)
+    rows = torch.searchsorted(ends, points).clamp(max=len(weights) - 1)
+    return rows[torch.randperm(n, generator=generator)]
+
+
+def _rows_of(images: Tensor | ImagesByNumber, rows: Tensor) -> Tensor:
+    return checked_images(images[rows] if isinstance(images, Tensor) else images(rows.numpy()), "a labelled image")
+
+
+def features_of(model: ContrastiveModel, images: Tensor | ImagesByNumber, n: int) -> Tensor:
+    """Of n images, n x d on the CPU."""
+    return torch.cat(
+        [infer(model, _rows_of(images, rows), model.features).cpu() for rows in torch.arange(n).split(256)]
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which of them.
+
+
+class Candidate(NamedTuple):
+    """A way to train a classifier from labels."""
+
+    kind: str  # of KINDS
+    model: ContrastiveModel
+    is_public: bool = False  # the encoder as it was before it learned from the stream
+
+    @property
+    def name(self) -> str:
+        return f"public encoder {KINDS[self.kind]}" if self.is_public else KINDS[self.kind]
+
+
+class Chosen(NamedTuple):
+    """The classifier that was chosen."""
+
+    kind: str  # of KINDS, or "paper"
+    head: Head
+    why: str  # one sentence
+    model: ContrastiveModel | None = None  # an encoder of its own; None: the one that was given
+    is_public: bool = False  # that encoder has learned nothing from the stream
+    right: int = 0  # of the labels that were held back
+    n_held_back: int = 0
+    tried: tuple[tuple[str, int], ...] = ()  # each candidate, and how many of them it had right
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.right / self.n_held_back if self.n_held_back else None
+
+
+def choose_classifier(
+    model: ContrastiveModel,
+    images: Tensor | ImagesByNumber,
+    labels: Tensor,
+    n_classes: int,
+    weights: Tensor | None = None,
+    groups: Tensor | None = None,
+    public: ContrastiveModel | None = None,
+    kinds: Sequence[str] = tuple(KINDS),
+    features: Tensor | None = None,
+    **tuning: Any,
+) -> Chosen:
+    """Train each candidate on four fifths of the labels, test it on the others, and train the best on all of them.
+
+    The groups of labels stay whole, and only labels that a person gave are tested. Of equally good candidates the
+    simplest is taken: linear before fine-tuned, the adapted encoder before the public one.
+
+    weights, groups, images: see `fit_linear` and `fine_tune`.
+    public: the encoder before it learned from the stream, as a further candidate.
+    features: those of the images by the model, if they are known.
+    tuning: other options of `fine_tune`.
+    """
+    labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
+    weights, groups = _checked_weights(weights, labels), _checked_groups(groups, labels)
+    models = [model] if public is None else [model, public]
+    candidates = [Candidate(kind, one, one is public) for kind in KINDS if kind in kinds for one in models]
+    if not candidates:
+        raise UserError(f"kinds is {kinds}: use some of {', '.join(KINDS)}")
+    known_features = {} if features is None else {id(model): features}
+
+    def trained(one: Candidate, rows: Tensor) -> tuple[ContrastiveModel, Head]:
+        if one.kind == "linear":
+            if id(one.model) not in known_features:
+                known_features[id(one.model)] = features_of(one.model, images, len(labels))
+            own = known_features[id(one.model)][rows]
+            return one.model, fit_linear(own, labels[rows], n_classes, weights[rows], groups[rows])
+        pixels = images[rows] if isinstance(images, Tensor) else lambda n: images(rows.numpy()[n])
+        return fine_tune(one.model, pixels, labels[rows], n_classes, weights[rows], **tuning)
+
+    held_back = folds_of(labels, groups) == 0
+    tested = (held_back & (weights >= 1)).nonzero().flatten()
+    tried: dict[str, int] = {}
+    best = candidates[0]
+    why = f"{best.name}: {len(labels)} labels are too few to hold some back"
+    if _are_enough(labels[weights >= 1]) and len(groups.unique()) >= N_FOLDS and len(tested):
+        for one in candidates:
+            own, head = trained(one, (~held_back).nonzero().flatten())
+            logits = head(features_of(own, lambda n: _rows_of(images, tested[n]), len(tested)))
+            tried[one.name] = int((logits.argmax(1) == labels[tested]).sum())
+        best = max(candidates, key=lambda one: tried[one.name])  # the first of equals
+        others = "".join(f", {name} {right}" for name, right in tried.items() if name != best.name)
+        why = f"{best.name}: {tried[best.name]} of {len(tested)} held-back labels right{others}"
+    own, head = trained(best, torch.arange(len(labels)))
+    is_given = own is model
+    right, n = (tried[best.name], len(tested)) if tried else (0, 0)
+    return Chosen(best.kind, head, why, None if is_given else own, best.is_public, right, n, tuple(tried.items()))
