@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ def run(options: RunOptions) -> tuple[Path, dict[str, Any]]:
             plan, stream, learner = prepare(options, ranks)
         with closing(open_directory(plan, ranks)) as directory:
             learner.join(ranks)
+            cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:
                 seconds = learn_stream(own_part(plan, ranks), learner, stream, directory)
             except (UserError, QuietExit):
                 directory.remove_if_empty()
                 raise
+            cpu_seconds = process_time() - cpu_seconds
             parts = ranks.collect((learner.buffer.n_seen, stream.account))
             learner.leave()
             directory.save_buffer(learner, stream)
@@ -44,6 +47,7 @@ def run(options: RunOptions) -> tuple[Path, dict[str, Any]]:
                 "images": sum(n_seen for n_seen, _ in parts),
                 "steps": learner.n_steps,
                 "seconds_learning": seconds,
+                "cpu_seconds_learning": cpu_seconds,
                 **accounts_of([account for _, account in parts]),
                 **harm,
                 **evaluate_run(plan, model, stream, directory),
