@@ -133,6 +133,7 @@ class CommandParser(Parser):
         hints, fields = typing.get_type_hints(config), dataclasses.fields(config)
         self._add_fields(fields, hints)
         given, unknown = super().parse_known_args(args, namespace)
+        self._take_source(given)
         if unknown and unknown[0].startswith("-"):
             allowed = [flag(field.name) for field in fields if not field.metadata["positional"]]
             raise UserError(f"no option {unknown[0]!r} in {self.prog}{self._hint(unknown[0].split('=')[0], allowed)}")
@@ -140,6 +141,14 @@ class CommandParser(Parser):
             raise UserError(f"unexpected {unknown[0]!r}: write {self.usage} (see {self.prog} --help)")
         values = {n: options.convert(v, hints[n], flag(n)) for n, v in vars(given).items() if v is not None}
         return argparse.Namespace(prog=self.prog, function=self.command.function, config=config(**values)), []
+
+    def _take_source(self, given: argparse.Namespace) -> None:
+        """The source may stand alone, without --source."""
+        alone = vars(given).pop("_source", None)
+        if alone is not None and given.source is not None:
+            raise UserError(f"two sources, {alone!r} and --source {given.source!r}: give one")
+        if alone is not None:
+            given.source = alone
 
     def _add_fields(self, fields: Sequence["dataclasses.Field[Any]"], hints: dict[str, Any]) -> None:
         """An argument for each field; a field whose default is empty text must be given."""
@@ -159,6 +168,9 @@ class CommandParser(Parser):
                 self.add_argument(field.name, metavar=name, help=about, nargs="+" if is_list else None)
                 usage.append(name + " …" * is_list)
                 continue
+            if field.name == "source" and field.default:
+                self.add_argument("_source", metavar="SOURCE", nargs="?", help="the same as --source SOURCE")
+                usage.append("[SOURCE]")
             kwargs: dict[str, Any] = {"metavar": metavar, "required": field.default == ""}
             if kinds == [bool]:
                 kwargs = {"action": "store_true", "default": None}
