@@ -8,6 +8,7 @@ from streamclr import UserError
 from streamclr.classifier import Head
 from streamclr.fleet.average import exchanged, is_statistic
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
+from streamclr.fleet.rounds import Rounds
 from streamclr.learner import FROM_SCRATCH
 from streamclr.models.pretrained import from_pretrained
 from streamclr.records.directory import RunDirectory
@@ -18,7 +19,7 @@ from support.images import random_images
 
 @pytest.fixture
 def config(tmp_path):
-    return RunOptions(source="synthetic:?size=8", buffer=8, width=2, stem="small", out=str(tmp_path / "device"))
+    return RunOptions(source="synthetic:?size=8", buffer=8, width=2, lr=1e-4, out=str(tmp_path / "device"))
 
 
 @pytest.fixture
@@ -72,6 +73,30 @@ def test_local_statistics_stay(config, weights):
         own = device.directory.checkpoints.latest()[1]["learner"]["model"]
     assert torch.equal(model.encoder.bn1.running_mean, own["encoder.bn1.running_mean"])
     assert torch.equal(model.encoder.conv1.weight, sent["encoder.conv1.weight"])
+
+
+def test_local_statistics_begin_as_the_fleets_and_are_then_the_devices(tmp_path):
+    """The frozen stages of a public encoder work with those that it came with."""
+    config = RunOptions(
+        source="synthetic:?size=32", encoder="mobilenet_v2", buffer=8, batch=8, segment=8, init="random", size=32,
+        train="1", positives="views", out=str(tmp_path / "device"),
+    )  # fmt: skip
+    options = {"momentum": 0.0, "slow": 0.0, "statistics": "local", "round_images": 8}
+    with closing(Rounds(tmp_path / "fleet", config, options)) as rounds:
+        with torch.no_grad():
+            rounds.start["encoder.features.0.1.running_mean"].fill_(0.5)
+        update = learn(config, rounds.sent, 8, statistics="local")
+        assert not any(map(is_statistic, update.weights))
+        rounds.take([update], 1, {}, 1.0)
+        first = RunDirectory(tmp_path / "device").checkpoints.latest()[1]["learner"]["model"]
+        learn(config, rounds.sent, 8, statistics="local")
+    second = RunDirectory(tmp_path / "device").checkpoints.latest()[1]["learner"]["model"]
+    frozen, learning = "encoder.features.0.1.running_mean", "encoder.features.18.1.running_mean"
+    assert (first[frozen] == 0.5).all()
+    assert torch.equal(second[frozen], first[frozen])
+    assert not torch.equal(second[learning], rounds.start[learning])
+    steps = second["encoder.features.18.1.num_batches_tracked"], second["head.1.num_batches_tracked"]
+    assert steps == (2, 2)  # of both rounds: the second did not begin anew
 
 
 @pytest.mark.parametrize("n_rounds", [0, 1])  # done before, so that the second has a checkpoint to spoil

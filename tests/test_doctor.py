@@ -199,6 +199,17 @@ def test_suggestions_are_measured_mildest_first_until_one_keeps_up(monkeypatch):
     ]
 
 
+def test_of_mobilenet_fewer_stages_or_a_smaller_size(monkeypatch):
+    """It has no width."""
+    plan = run_plan(encoder="mobilenet_v2", stem=None, policy="fifo", size=128, buffer=100, segment=100, train="all")
+    tried, measured = fake(lambda c: 4 * (c.size / 128) ** 2 * {"all": 1, "3": 0.55, "1": 0.32}[c.train])
+    monkeypatch.setattr(doctor, "measure", measured)
+    found = [s.change for s in suggest(plan, STEP, 100)]
+    assert tried == ["--train 3", "--train 1", "--size 64", "--segment 200", "--segment 400"]
+    assert found[:2] == ["--train 1", "--size 64"]
+    assert next(suggest(dataclasses.replace(plan, train="1"), STEP, 100)).change == "--size 64"
+
+
 def test_what_does_not_help_is_not_told(monkeypatch):
     plan = run_plan(policy="fifo", width=8, size=64, stem="imagenet", buffer=100, segment=100)
     tried, measured = fake(lambda c: 4.0 * c.segment / 100)

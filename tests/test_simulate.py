@@ -14,12 +14,13 @@ from PIL import Image
 from streamclr import UserError
 from streamclr.fleet.average import exchanged
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
-from streamclr.fleet.options import RoundsOptions, SimulateOptions
+from streamclr.fleet.options import SHARED, RoundsOptions, ServerOptions, SimulateOptions, learner_options
 from streamclr.fleet.rounds import Rounds, read_rounds
 from streamclr.fleet.simulate import drops_out, prepared, run_rounds, simulate, simulated
 from streamclr.fleet.split import whole_of
 from streamclr.models.pretrained import from_pretrained
 from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import initial_model
 
 
 @pytest.fixture
@@ -72,6 +73,37 @@ def test_the_engine_runs_a_fleet_and_goes_on_with_it(source, tmp_path, monkeypat
         assert np.array_equal(own(test.images(np.arange(len(test))))[0].argmax(1).numpy(), guessed)
     path, results = simulate(asked(source, path, labels="25%", head_every=1, dropout=0.3, seed=1, rounds=3))
     assert [line["number"] for line in read_rounds(path)] == [1, 2, 3]
+
+
+@pytest.mark.system
+def test_a_fleet_of_mobilenets(source, tmp_path):
+    """With a head that has BatchNorm; its first stages do not learn, and are the same afterwards."""
+    pytest.importorskip("ray")
+    model = {"encoder": "mobilenet_v2", "width": None, "stem": None, "init": "random", "size": 32, "train": "3"}
+    config = asked(source, tmp_path / "out", devices=2, round_images=8, labels="25%", head_every=2, **model)
+    before = initial_model(prepared(config)[0], 32).state_dict()
+    path, results = simulate(config)
+    assert (results["rounds"], results["answers"], results["failed"], results["refused"]) == (2, 4, 0, {})
+    pretrained = from_pretrained(path / GLOBAL)
+    assert pretrained.architecture == ("mobilenet_v2", None, None, None, "batchnorm")
+    after = pretrained.model.state_dict()
+    moved = {name for name, t in after.items() if t.is_floating_point() and not torch.equal(t, before[name])}
+    assert {"encoder.features.18.1.running_var", "head.1.weight", "head.1.running_mean"} <= moved
+    assert not any(name.startswith(("encoder.features.0.", "encoder.features.3.")) for name in moved)
+
+
+def test_every_option_of_the_model_reaches_the_devices_as_it_was(tmp_path, flower):
+    """Flower has no None."""
+    from flwr.app import ConfigRecord
+
+    from streamclr.fleet.strategy import Fleet
+
+    config = ServerOptions(encoder="mobilenet_v2", init="random", size=32, lr=0.5, flip="on", out=str(tmp_path))
+    with closing(Rounds(tmp_path, config.learner, config.of_the_rounds)) as rounds:
+        told = ConfigRecord(dict(Fleet(rounds, config).shared))
+    options = learner_options(dict(told), {"source": "synthetic:?size=8"})
+    assert {name: getattr(options, name) for name in SHARED} == {name: getattr(config, name) for name in SHARED}
+    assert (options.width, options.projection, options.train, options.lr) == (None, None, None, 0.5)
 
 
 def test_a_device_with_fewer_images_than_a_batch_learns(source, tmp_path):

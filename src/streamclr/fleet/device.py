@@ -76,7 +76,8 @@ class Device:
         if found := self.directory.checkpoints.latest():
             # The loop begins with the last checkpoint: the weights go there, beside the buffer and the moments.
             number, state = found
-            state["learner"]["model"] |= weights
+            keeps_own = self.statistics == "local"
+            state["learner"]["model"] |= {k: t for k, t in weights.items() if not (keeps_own and is_statistic(k))}
             size, position = state["journal_bytes"], state["stream"]["position"]
             n_before = state["learner"]["buffer"]["n_seen"]
             self.directory.checkpoints.save(number, state)

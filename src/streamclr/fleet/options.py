@@ -1,6 +1,6 @@
 """The options of a fleet's commands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from streamclr.base.errors import UserError
@@ -10,8 +10,8 @@ from streamclr.fleet.average import STATISTICS
 from streamclr.records import options as run
 from streamclr.records.options import RunOptions, as_run
 
-# What the learners of all devices have in common: the server sends it with every round.
-SHARED = ("encoder", "width", "stem", "norm", "size", "lr", "weight_decay", "temperature")
+# What the learners of all devices have in common: the server sends it with every round, and the weights.
+SHARED = ("size", *(field.name for field in fields(run.ModelOptions) if field.name not in ("init", "seed")))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class SimulateOptions(RoundsOptions, run.LearnerOptions, run.PolicyOptions, run.
 class ServerOptions(RoundsOptions, run.ModelOptions):
     """Serve a fleet: start Flower's SuperLink with TLS, let the registered devices in, and average round by round."""
 
-    stem: str = option("imagenet", "small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool)")
     size: int = option(96, "side of the images in pixels")
     seed: int = option(0, "of the initial weights")
     keys: str | None = option(None, "the directory that `fleet keys` made: certificate, and public keys of the devices")
@@ -120,4 +119,4 @@ def learner_options(shared: dict[str, Any], own: dict[str, Any]) -> RunOptions:
     if missing := [name for name in SHARED if name not in shared]:
         raise UserError(f"the server did not send {missing[0]}: update streamclr on the server")
     check_encoder(shared["encoder"])
-    return RunOptions(**own | {name: shared[name] or None if name == "stem" else shared[name] for name in SHARED})
+    return RunOptions(**own | {name: None if shared[name] == "" else shared[name] for name in SHARED})

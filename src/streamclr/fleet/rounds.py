@@ -19,7 +19,6 @@ from streamclr.base.options import one_of
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_weights, save_tensors
 from streamclr.classifier import Head, train_head
-from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
 from streamclr.fleet.device import MAX_LABELS_SENT, save_global
@@ -56,10 +55,12 @@ class Rounds:
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
-        check_encoder(learner.encoder or "mobilenet_v2")
-        self.path, self.learner, self.options = path, learner, options
-        with seeded(learner.seed):
-            self.model = initial_model(learner, learner.size or 32)
+        check_encoder(learner.encoder)
+        if learner.size is None:
+            raise UserError("size is missing: give the side of the images, which all devices have in common")
+        self.path, self.learner, self.size, self.options = path, learner, learner.size, options
+        self.model = initial_model(learner, self.size)
+        self.start = exchanged(self.model)
         weights = exchanged(self.model, options["statistics"])
         self.average = Average(weights, options["momentum"], options["slow"], options["round_images"])
         self.head: FleetHead | None = None
@@ -102,6 +103,11 @@ class Rounds:
     def n_rounds(self) -> int:
         return self.average.n_rounds
 
+    @property
+    def sent(self) -> Weights:
+        """What a round begins with on a device; a device that keeps its own statistics begins with the first ones."""
+        return self.start | self.average.weights
+
     def take(self, updates: Sequence[Update], n_asked: int, failed: dict[str, str], seconds: float) -> Round:
         """One round. It is on disk when this returns.
 
@@ -143,9 +149,8 @@ class Rounds:
         head = train_head(torch.cat(features), targets, len(classes), quiet=True)
         self.head = FleetHead(dict(head.state_dict()), classes, len(names), self.average.kept)
         self._save()
-        size = self.learner.size
-        if size is not None and self.options["statistics"] == "shared":  # else only the devices have statistics
-            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, size)
+        if self.options["statistics"] == "shared":  # else only the devices have statistics
+            save_global(self.path / GLOBAL, self.kept_model(), self.head.weights, classes, self.size)
         say(f"classifier from {len(names)} labels of {len(features)} devices, {len(classes)} classes")
         return self.head
 

@@ -66,7 +66,7 @@ class Fleet:
     def train_messages(self, grid: Grid) -> list[Message]:
         """What begins a round."""
         about = {"round": self.rounds.n_rounds + 1, "images": self.config.round_images}
-        return self._messages("train", self._sampled(grid), {"arrays": as_record(self.rounds.average.weights)}, **about)
+        return self._messages("train", self._sampled(grid), {"arrays": as_record(self.rounds.sent)}, **about)
 
     def _sampled(self, grid: Grid) -> list[int]:
         """A share of the devices, as soon as there are enough."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -146,6 +146,7 @@ def diagnose(options: DoctorOptions) -> tuple[RunPlan, Diagnosis]:
     plan = resolve(asked, stream)
     seen = stream.measured_fps()
     fps = options.fps or stream.fps or seen or 30.0
+    peak = predicted_peak(plan)  # before the measurement, whose memory is not the run's
     step = measure(plan, "a step of this run")
     return plan, Diagnosis(
         machine=Machine.here(Path(options.out or "runs")),
@@ -153,7 +154,7 @@ def diagnose(options: DoctorOptions) -> tuple[RunPlan, Diagnosis]:
         size=plan.size,
         fps=fps,
         step=step,
-        peak=predicted_peak(plan),
+        peak=peak,
         checkpoint_hours=checkpoint_hours(plan, step, fps),
     )
 
@@ -242,9 +243,12 @@ def suggest(plan: RunPlan, step: Measured, fps: float) -> Iterator[Suggestion]:
     """Changes that make a run keep up, the mildest first. Each is measured; one that does not help is left out."""
     takes_lazy = "rescore_every" in policy_options(plan.policy)
     lazy = plan.rescore_every or int(split(plan.policy)[1].get("rescore_every", "1"))
-    least_size = 64 if plan.stem == "imagenet" else 16  # below 64 px the stem would be another
+    # Below 64 px the stem of a ResNet would be another; at 32 px MobileNetV2 ends with a single pixel.
+    least_size = 64 if plan.stem == "imagenet" else 16 if plan.width else 32
+    n_stages = 5 if plan.train in (None, "all") else int(plan.train) if plan.train.isdecimal() else 0
     for name, values in (
         ("rescore_every", [50] if takes_lazy and lazy < 50 else []),
+        ("train", [str(n) for n in (3, 1) if n < n_stages and plan.encoder == "mobilenet_v2"]),  # has public weights
         ("width", [] if plan.width is None else _halved(plan.width, 8)),
         ("size", _halved(plan.size, least_size)),
     ):
@@ -257,7 +261,7 @@ def suggest(plan: RunPlan, step: Measured, fps: float) -> Iterator[Suggestion]:
 
 
 def _first_that_keeps_up(
-    plan: RunPlan, name: str, values: list[int], step: Measured, fps: float
+    plan: RunPlan, name: str, values: Sequence[int | str], step: Measured, fps: float
 ) -> Iterator[Suggestion]:
     """The mildest value that keeps up, or the last that still helped."""
     best, ratio = None, step.ratio(fps)
