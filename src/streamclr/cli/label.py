@@ -31,6 +31,7 @@ class LabelTrainOptions:
         "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), or auto (the better one on "
         "labels held back)",
     )
+    spread: str = option("on", "a label counts for the neighbouring frames of the same scene too: on or off")
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,12 @@ def import_command(config: LabelFileOptions) -> None:
 def train_command(config: LabelTrainOptions) -> None:
     if config.classifier not in CHOICES:
         raise UserError(f"no classifier {config.classifier!r}: {one_of(config.classifier, CHOICES)}")
+    if config.spread not in ("on", "off"):
+        raise UserError(f"spread is {config.spread!r}: use on or off")
     plan = RunDirectory.existing(config.run).config
     with _questions_of(config.run) as session:
         public = None if config.classifier == "linear" else public_model(plan)
-        _tell(session.train(config.classifier, public), session, config.run)
+        _tell(session.train(config.classifier, public, config.spread == "on"), session, config.run)
 
 
 @contextmanager
@@ -82,4 +85,5 @@ def _tell(trained: Training | None, session: LabelSession, run: str) -> None:
     if told := session.message or trained.why:
         print(told)
     encoder = "" if session.model_of == FINISHED else f" ({session.model_of}: train again after it has learned more)"
-    print(f"classifier from {trained.n_labels} labels{accuracy}: streamclr predict {run} --source …{encoder}")
+    spread = f", spread to {trained.n_spread} neighbouring frames" if trained.n_spread else ""
+    print(f"classifier from {trained.n_labels} labels{spread}{accuracy}: streamclr predict {run} --source …{encoder}")
