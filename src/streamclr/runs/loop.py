@@ -205,19 +205,17 @@ class Loop:
 
     def _tracks(self, n: int) -> Tensor | None:
         """The tracks of the next images, where the learner wants neighbouring frames and the stream knows them."""
-        return None if self.learner.positives == "views" else self._tracks_from(self.learner.buffer.n_seen, n)
-
-    def _tracks_from(self, first: int, n: int) -> Tensor | None:
-        """Those of n images that the stream has just handed out; `first` is the learner's number of the first."""
-        if self.stream.live:  # which counts also the images of steps that were undone
-            first = self.stream.position - n
-        return self.stream.tracks(torch.arange(first, first + n))
+        if self.learner.positives == "views":
+            return None
+        n_seen = self.learner.buffer.n_seen
+        return self.stream.tracks(torch.arange(n_seen, n_seen + n))
 
     def _offer(self, images: Any) -> None:
         """Offer the images as candidates for labelling."""
         if self.candidates:
-            first = self.learner.buffer.n_seen - len(images)
-            tracks = self._tracks_from(first, len(images))
+            n_seen = self.learner.buffer.n_seen
+            first = n_seen - len(images)
+            tracks = self.stream.tracks(torch.arange(first, n_seen))
             if tracks is not None and self.stream.live:  # scenes by pixels: only those that are apart are known
                 tracks = UNKNOWN - 1 - (first + tracks)  # each segment has numbers of its own
             try:
