@@ -6,13 +6,15 @@ from torch import nn
 
 from streamclr import Learner, UserError, resnet18, resnet34, resnet50
 from streamclr.compute.chunked import backward
+from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.stages import set_trained
 from streamclr.loss import nt_xent
 from support.images import random_images
 
 
 def gradient(model):
-    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters() if parameter.requires_grad])
 
 
 def loss(z):
@@ -26,17 +28,47 @@ def loss(z):
 def test_chunked_gradient_is_the_plain_one(make, norm, stem, size, chunk_size):
     """In double precision, where what is left is not rounding: gradients, loss and running statistics."""
     torch.manual_seed(0)
-    plain = ContrastiveModel(make(4, stem=stem, norm=norm)).double().train()
+    check_chunked(ContrastiveModel(make(4, stem=stem, norm=norm)), 24, size, chunk_size)
+
+
+def check_chunked(plain, n, size, chunk_size):
+    plain = plain.double().train()
     chunked = copy.deepcopy(plain)
-    views = torch.rand(24, 3, size, size).double()
+    views = torch.rand(n, 3, size, size).double()
     values = [
-        backward(model, lambda rows: views[rows], 24, loss, size)
+        backward(model, lambda rows: views[rows], n, loss, size)
         for model, size in ((plain, None), (chunked, chunk_size))
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-12)
     assert torch.allclose(gradient(plain), gradient(chunked), rtol=1e-6, atol=1e-10)
+    assert all(parameter.requires_grad or parameter.grad is None for parameter in chunked.parameters())
     for (name, a), (_, b) in zip(plain.named_buffers(), chunked.named_buffers(), strict=True):
         assert torch.allclose(a, b), name
+
+
+@pytest.mark.parametrize("train", ["all", "3", "1", "norms"])
+def test_of_mobilenet_too_with_any_part_that_learns(train):
+    model = Architecture.resolve("mobilenet_v2", 32).make_model()
+    set_trained(model, train)
+    check_chunked(model, 8, 32, 3)
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet50])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("train", ["all", "4", "1", "norms"])
+def test_of_a_part_that_learns_and_a_head_with_batch_norm(make, norm, train):
+    """`4` freezes the stem alone, whose norm is then in eval mode."""
+    model = ContrastiveModel(make(4, "imagenet", norm), projection="batchnorm")
+    model.train()(torch.rand(8, 3, 40, 40))  # statistics that are not the initial ones
+    set_trained(model, train)
+    check_chunked(model, 10, 40, 4)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_of_the_head_alone(norm):
+    model = ContrastiveModel(resnet18(4, norm=norm))
+    model.encoder.requires_grad_(False)
+    check_chunked(model, 10, 12, 4)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -115,5 +147,5 @@ def test_learner_in_chunks_learns_the_same(norm):
 
 def test_a_foreign_encoder_with_batch_norm_is_refused():
     encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.raises(UserError, match="BatchNorm but is no streamclr ResNet"):
+    with pytest.raises(UserError, match="BatchNorm but is none of resnet18, "):
         Learner(encoder, memory="1G", device="cpu")

@@ -162,7 +162,7 @@ def test_compare(folder, tmp_path, capsys):
         (["rnu", "clip.mp4"], "no command 'rnu': did you mean 'run'"),
         (["run", "--polcy", "fifo"], "did you mean '--policy'"),
         (["run", "--policy", "lifo"], "no policy 'lifo': did you mean 'fifo'?"),
-        (["run", "--buffer", "many"], "--buffer is 'many': use a whole number"),
+        (["run", "--buffer", "many"], "buffer is 'many': write a size as 600M or 1.5G"),
         (["run", "--buffer", "1"], "buffer is 1: use at least 2 images"),
         (["run", "--source", "nowhere"], "no source 'nowhere'"),
         (["run", "--source", "folder:nowhere"], "no directory 'nowhere'"),
@@ -257,7 +257,8 @@ def test_every_command_has_a_help_page_of_its_own_with_defaults(name, capsys, mo
     assert out.startswith(f"usage: streamclr {name} ")
     assert " ".join(COMMANDS[name].summary.split()) in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
-    assert name != "run" or ("--rescore-every" in out and "[256]" in out and "draws [0]" in " ".join(out.split()))
+    words = " ".join(out.split())
+    assert name != "run" or ("--rescore-every" in words and "256 from scratch]" in words and "draws [0]" in words)
 
 
 @pytest.mark.parametrize("group", ["label", "data", "fleet"])

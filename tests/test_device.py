@@ -8,9 +8,11 @@ from streamclr import UserError
 from streamclr.classifier import Head
 from streamclr.fleet.average import exchanged, is_statistic
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
+from streamclr.learner import FROM_SCRATCH
 from streamclr.models.pretrained import from_pretrained
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
+from streamclr.records.plan import resolve_architecture
 from support.images import random_images
 
 
@@ -22,7 +24,7 @@ def config(tmp_path):
 @pytest.fixture
 def weights(config):
     torch.manual_seed(1)
-    return exchanged(config.architecture.make_model())
+    return exchanged(resolve_architecture(config, 8).make_model())
 
 
 def learn(config, weights, n=32, **options):
@@ -50,7 +52,9 @@ def test_the_encoder_is_the_servers_and_the_rest_its_own(config, weights, tmp_pa
     assert any(bool(moment.any()) for moment in moments)
     again = learn(config, weights, 8)  # the server goes back to where it was; the device's moments do not
     step = {name: (again.weights[name] - weights[name]).abs().max() for name in weights if not is_statistic(name)}
-    assert 0 < max(step.values()) <= 10 * config.lr  # one step of Adam from the server's weights, not from its own
+    assert (
+        0 < max(step.values()) <= 10 * FROM_SCRATCH.lr
+    )  # one step of Adam from the server's weights, not from its own
 
 
 def test_two_rounds_are_one_run_where_the_server_returns_what_it_got(config, weights, tmp_path):

@@ -12,7 +12,7 @@ from streamclr.models.export import export
 from streamclr.models.formats.executorch import MAX_SIDE, metadata, open_program
 from streamclr.models.parity import classify
 from support.images import random_images
-from support.runs import classifier_of, made_run
+from support.runs import MOBILENET, classifier_of, made_run
 
 pytestmark = pytest.mark.system
 
@@ -56,6 +56,18 @@ def test_int8(directory, program, int8_program):
     images = random_images(16, 32, seed=5)
     exact = classify(classifier_of(directory), images)
     assert 1e-4 < (open_program(file.read_bytes())(images)[0] - exact).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("options", [{"stem": "imagenet"}, MOBILENET])
+def test_a_single_pixel_in_the_last_stage(options, tmp_path):
+    _, parity = export(made_run(tmp_path / "run", **options), "executorch")
+    assert parity.problem is None
+    assert parity.equal_classes == 1
+
+
+def test_int8_of_mobilenet(tmp_path):
+    _, parity = export(made_run(tmp_path / "run", **MOBILENET), "executorch", int8=True)
+    assert parity.equal_classes > 0.5  # of five classes; random weights on noise
 
 
 def test_it_tells_about_itself_and_not_of_the_machine(directory, program, int8_program):

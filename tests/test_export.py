@@ -30,7 +30,7 @@ from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.streams import frame
 from support.images import random_images
-from support.runs import classifier_of, made_run
+from support.runs import MOBILENET, classifier_of, made_run
 
 onnx = pytest.importorskip("onnx")
 
@@ -143,11 +143,13 @@ def test_the_file_says_what_pytorch_says(kind, finished, onnx_file, torch_file):
     [
         {"stem": "imagenet", "norm": "group"},  # a single pixel in the last stage
         {"encoder": "resnet50"},
+        MOBILENET,
     ],
 )
-def test_every_encoder(options, tmp_path):
+@pytest.mark.parametrize("format", ["onnx", "torch"])
+def test_every_encoder(format, options, tmp_path):
     directory = made_run(tmp_path / "run", **options)
-    file, parity = export(directory)
+    file, parity = export(directory, format)
     assert parity.problem is None
     assert parity.n_images == 48
     images = random_images(33, 50)
@@ -195,8 +197,9 @@ def test_int8_looks_again_where_it_is_in_doubt(tmp_path):
 
 
 @pytest.mark.system
-def test_int8_of_a_group_norm(tmp_path):
-    _, parity = export(made_run(tmp_path / "run", norm="group", stem="imagenet"), int8=True)
+@pytest.mark.parametrize("options", [{"norm": "group", "stem": "imagenet"}, MOBILENET])
+def test_int8_of_every_encoder(options, tmp_path):
+    _, parity = export(made_run(tmp_path / "run", **options), int8=True)
     assert parity.equal_classes >= 0.97  # of 48 images, at most one otherwise
     assert 0 < parity.looked_again < 1  # random weights find all noise alike
 

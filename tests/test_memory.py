@@ -55,18 +55,30 @@ def test_memory_and_compile_exclude_each_other():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("norm", "extra"), [("group", 40), ("batch", 120)])
-def test_the_peak_is_as_predicted_and_within_the_budget(norm, extra, tmp_path):
+@pytest.mark.parametrize(
+    ("encoder", "size", "train", "extra"),
+    [
+        ('"resnet18", 32, width=32, norm="group"', 32, "all", 40),
+        ('"resnet18", 32, width=32', 32, "all", 120),
+        ('"mobilenet_v2", 64', 64, "all", 160),
+        ('"mobilenet_v2", 64', 64, "3", 110),
+    ],
+)
+def test_the_peak_is_as_predicted_and_within_the_budget(encoder, size, train, extra, tmp_path):
     """In a process of its own, a checkpoint included; width 32 is wide enough for the activations to matter."""
     code = f"""
 import json, torch
 torch.set_num_threads(1)
 from pathlib import Path
-from streamclr import Learner, resnet18
+from streamclr import Learner
 from streamclr.compute.memory import MIB, peak, resident
+from streamclr.encoders.architecture import Architecture
+from streamclr.encoders.stages import set_trained
 from streamclr.records.checkpoints import Checkpoints
-learner = Learner(resnet18(32, norm={norm!r}), buffer=64, device="cpu", memory="100G")
-images = torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8)
+model = Architecture.resolve({encoder}).make_model()
+set_trained(model, {train!r})
+learner = Learner(model, buffer=64, device="cpu", memory="100G")
+images = torch.randint(256, (64, 3, {size}, {size}), dtype=torch.uint8)
 learner.fit(images.shape)
 learner.memory, learner.plan = resident() + {extra} * MIB, None
 for number in range(2):

@@ -22,6 +22,7 @@ from streamclr.classifier import Head
 from streamclr.cli.entry import main
 from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import infer
+from streamclr.encoders.mobilenet import mobilenet_v2
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.models.export import export, kind_of
 from streamclr.models.heads import Heads
@@ -42,11 +43,13 @@ def pictures(n, size, seed=0):
     return (random_images(n, size, seed) * light).byte()
 
 
-def made(width=4, size=24, encoder="resnet18", stem="small", norm="batch", classes=CLASSES, card=CARD):
+def made(
+    width=4, size=24, encoder="resnet18", stem="small", norm="batch", classes=CLASSES, card=CARD, projection="plain"
+):
     """A model that has seen a few images, and a classifier that standardises their features."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # so that two of them are the same, bit by bit
-    model = Architecture(encoder, width, stem, norm).make_model()
+    model = Architecture(encoder, width, stem, norm, projection).make_model()
     for seed in range(2):
         model(pictures(8, size, seed) / 255)
     head = Head(model.n_features, len(classes))
@@ -92,12 +95,22 @@ def test_round_trip(saved, tmp_path):
 @pytest.mark.parametrize("encoder", ["resnet18", "resnet34", "resnet50"])
 @pytest.mark.parametrize(("stem", "norm"), [("small", "group"), ("half", "batch"), ("imagenet", "group")])
 def test_every_encoder(encoder, stem, norm, tmp_path):
-    model = made(2, 24, encoder, stem, norm)
+    check_round_trip(made(2, 24, encoder, stem, norm), tmp_path)
+
+
+def test_mobilenet_with_a_projection_head_that_has_batch_norm(tmp_path):
+    model = made(None, 32, "mobilenet_v2", None, None, projection="batchnorm")
+    assert check_round_trip(model, tmp_path).architecture == ("mobilenet_v2", None, None, None, "batchnorm")
+
+
+def check_round_trip(model, tmp_path):
     save_pretrained(model, tmp_path / "m")
     loaded = from_pretrained(tmp_path / "m")
-    assert loaded.architecture == (encoder, 2, stem, norm)
+    assert loaded.architecture == model.architecture
     images = random_images(5, 30)
     assert torch.equal(loaded(images)[1], model(images)[1])
+    assert torch.equal(contrast_score(loaded.model, images), contrast_score(model.model, images))
+    return loaded
 
 
 def test_loading_draws_no_random_numbers(saved):
@@ -266,6 +279,34 @@ def test_torchvisions_definition_takes_it(stem, norm, tmp_path, monkeypatch):
             ResNet18(num_classes=3).load_state_dict(weights, strict=True)
 
 
+class TorchvisionsMobileNetV2(nn.Module):
+    """As torchvision defines it: the same `features`, then pooling, and dropout before the linear layer."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.features = mobilenet_v2().features
+        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, num_classes))
+
+    def forward(self, x):
+        return self.classifier(nn.functional.adaptive_avg_pool2d(self.features(x), (1, 1)).flatten(1))
+
+
+def test_torchvisions_mobilenet_takes_it(tmp_path, monkeypatch):
+    """By the code on the card, as it stands there."""
+    save_pretrained(made(None, 32, "mobilenet_v2", None, None), tmp_path / "m")
+    (code,) = re.findall("```python\n(import torch\n.*?)```", (tmp_path / "m" / "README.md").read_text(), re.DOTALL)
+    models = types.SimpleNamespace(mobilenet_v2=TorchvisionsMobileNetV2)
+    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace(models=models))
+    monkeypatch.chdir(tmp_path / "m")
+    found = {"images": pictures(4, 32)}
+    with torch.no_grad():
+        exec(code, found)
+        loaded = from_pretrained(".")
+        images = ((found["images"] / 255 - found["mean"]) / found["std"]).double()
+        exact = loaded.classifier.double().head(loaded.encoder.eval()(images))
+        torch.testing.assert_close(found["net"].double()(images), exact, atol=1e-9, rtol=1e-9)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving: whole or not at all, over nothing.
 
@@ -349,7 +390,7 @@ def edited(path, **changes):
         ({"format_version": ...}, "lacks format_version"),
         ({"library_name": "timm"}, "is no model of streamclr, library_name is 'timm'"),
         ({"library_name": ...}, "streamclr export RUN --format pretrained"),
-        ({"width": 10**9}, "has 1000000000 for width: it must be a whole number, 1 to 16384"),
+        ({"width": 10**9}, "has 1000000000 for width: it must be null, or a whole number, 1 to 16384"),
         ({"width": 2**14}, "model.safetensors does not fit: bn1.bias is [4] of F32, not [16384] of F32"),
         ({"width": 0}, "has 0 for width"),
         ({"width": 4.0}, "has 4.0 for width"),
@@ -375,7 +416,7 @@ def edited(path, **changes):
         ({"card": dataclasses.asdict(CARD) | {"steps": True}}, "for card"),
         ({"sha256": "0" * 64}, "its SHA-256 differs"),
         ({"auto_map": {"AutoModel": "evil.py"}}, "has keys that are not known: ['auto_map']"),
-        ({"torch": "x" * 10**6, "stem": "x" * 10**6}, "for stem: it must be small or half or imagenet"),
+        ({"torch": "x" * 10**6, "stem": "x" * 10**6}, "for stem: it must be null, or small or half or imagenet"),
     ],
 )
 def test_a_wrong_config(copied, changes, told):

@@ -10,6 +10,7 @@ from streamclr.compute.ranks import Ranks
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import resnet18
+from streamclr.encoders.stages import set_trained
 from streamclr.learner import Learner
 from streamclr.policy import FIFOReplace
 from streamclr.views import StrongViews
@@ -35,25 +36,26 @@ class RankViews(StrongViews):
         return whole.rows(torch.cat([rows, rows + n * self.ranks.n]))
 
 
-def learner(ranks, norm, n, dtype=torch.float32):
+def learner(ranks, norm, n, dtype=torch.float32, train="all", projection="plain"):
     """n: images of a step on all ranks together."""
     with seeded(3 + ranks.index):  # the first rank's weights become those of all
-        model = ContrastiveModel(resnet18(8, "small", norm)).to(dtype)
+        model = ContrastiveModel(resnet18(8, "small", norm), projection=projection).to(dtype)
+    set_trained(model, train)
     made = Learner(model, FIFOReplace(), n // ranks.n, views=RankViews(ranks, dtype), seed=3, device="cpu")
     made.join(ranks)
     made.generator.manual_seed(3)  # the same on all ranks: each takes its rows of one draw
     return made
 
 
-def learn(ranks, norm, n, n_steps=N_STEPS, dtype=torch.float32):
+def learn(ranks, norm, n, n_steps=N_STEPS, dtype=torch.float32, **part):
     """Losses, gradients and running statistics of the first step, weights of the last."""
-    one = learner(ranks, norm, n, dtype)
+    one = learner(ranks, norm, n, dtype, **part)
     losses, first = [], {}
     for step in range(n_steps):
         images = random_images(n, SIZE, seed=step).chunk(ranks.n)[ranks.index]
         losses.append(one.learn_many(images).loss)
         if not step:
-            first = {name: p.grad.clone() for name, p in one.model.named_parameters()}
+            first = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.requires_grad}
             statistics = {name: buffer.clone() for name, buffer in one.model.named_buffers()}
     one.ranks.unshare(one.model)
     return {"losses": losses, "gradients": first, "statistics": statistics, "state": one.model.state_dict()}
@@ -73,6 +75,11 @@ def group_256_double(ranks):
 
 def batch(ranks):
     return learn(ranks, "batch", 24, dtype=torch.float64)
+
+
+def part(ranks):
+    """The last stages learn, and the head has BatchNorm too."""
+    return learn(ranks, "batch", 24, 5, torch.float64, train="3", projection="batchnorm")
 
 
 def own(ranks):
@@ -115,7 +122,7 @@ def agreed(ranks):
     return found
 
 
-JOBS = {job.__name__: job for job in (group, group_256, group_256_double, batch, own, agreed)}
+JOBS = {job.__name__: job for job in (group, group_256, group_256_double, batch, part, own, agreed)}
 
 
 def main(directory, *names):

@@ -23,7 +23,7 @@ def run_plan(**options):
     return RunPlan(**filled | options)
 
 
-def made_run(path, size=32, **options):
+def made_run(path, size=32, n_batches=3, **options):
     """A run directory with a model that has seen a few images."""
     config = run_plan(size=size, **{"width": 4} | options)
     directory = RunDirectory(path)
@@ -31,16 +31,21 @@ def made_run(path, size=32, **options):
     write_json(path / "config.json", dataclasses.asdict(config))
     torch.manual_seed(0)
     model = config.architecture.make_model()
-    for seed in range(3):
+    for seed in range(n_batches):
         model(random_images(16, size, seed) / 255)
     head = Head(model.n_features, 5)
     head.fit_scale(infer(model, random_images(64, size), model.features))
-    torch.nn.init.normal_(head.linear.weight, std=0.3)
+    torch.nn.init.normal_(head.linear.weight, std=0.3 * (32 / model.n_features) ** 0.5)
     directory.save_model(model)
     Heads(directory).save_fractions({1.0: head}, tuple("abcde"))
     save_tensors(path / "buffer.safetensors", {"images": random_images(48, size)})
     directory.save_results({"images": 48, "labels": {}})
     return directory
+
+
+MOBILENET = {  # for made_run; with fewer batches its statistics are far from those of any image
+    "encoder": "mobilenet_v2", "width": None, "stem": None, "n_batches": 60,
+}  # fmt: skip
 
 
 def small_options(path):

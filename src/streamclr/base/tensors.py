@@ -103,7 +103,8 @@ def load_checked(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
         found = {name: f"{one.get_shape()} of {one.get_dtype()}" for name, one in slices.items()}
         own = {name: f"{list(one.shape)} of {DTYPES[one.dtype]}" for name, one in expected.items()}
         if problems := _differences(found, own):
-            raise UserError(f"{path} does not fit: {_some(problems, 3)}")
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise UserError(f"{path} does not fit: {'; '.join(problems[:3])}{more}")
         tensors = {name: content.get_tensor(name) for name in expected}
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise UserError(f"{path} is damaged: {broken[0]} has values that are not finite")
@@ -121,12 +122,8 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assi
         tensors = tensors | {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
     found, expected = ({key: str(list(one.shape)) for key, one in each.items()} for each in (tensors, own))
     if problems := _differences(found, expected):
-        raise UserError(f"{where} does not fit the model: {_some(problems, 12)}")
+        raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
     module.load_state_dict(tensors, assign=assign)
-
-
-def _some(problems: list[str], n: int) -> str:
-    return "; ".join(problems[:n]) + (f"; and {len(problems) - n} more" if len(problems) > n else "")
 
 
 def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

@@ -19,11 +19,12 @@ from streamclr.cli.commands import SECTIONS, Command, Group
 HEADINGS = {
     "stream": ("source", "images", "epochs", "stc", "size"),
     "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "guards"),
-    "encoder": ("encoder", "width", "stem", "norm", "norm_over", "init"),
-    "training": ("updates", "lr", "weight_decay", "temperature", "compile", "seed"),
+    "encoder": ("encoder", "init", "train", "width", "stem", "norm", "norm_over", "projection"),
+    "training": tuple("updates lr weight_decay temperature positives reach crop flip compile seed".split()),
     "classifier and labels": (
         "fractions",
         "classifier",
+        "spread",
         "supervised",
         "probes",
         "label_budget",

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.compute.allocator import release_freed_memory
-from streamclr.compute.chunked import backward, batch_norms
-from streamclr.compute.fast_scoring import can_fold
+from streamclr.compute.chunked import BatchNormPass, backward, batch_norms, is_large
+from streamclr.compute.fast_scoring import precisions
 from streamclr.encoders.inference import inference_mode
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.encoders.resnet import Block, ResNet
+from streamclr.encoders.resnet import ResNet
 
 MIB = 2**20
 Loss = Callable[[Tensor, Tensor], Tensor]  # of the projections of two views
@@ -70,10 +70,11 @@ def make_plan(
     fitting = [size for size in range(1, n_views) if fixed + work(size) <= limit]
     if not fitting:
         least = -(-(fixed + work(1)) // MIB)
+        less = "a narrower encoder, GroupNorm" if isinstance(model.encoder, ResNet) else "fewer stages that learn"
         raise UserError(
             f"memory is {limit / MIB:.0f} MiB, and a step of {n_views} views of {shape[1]}x{shape[2]} px takes at "
             f"least {least} MiB here, of which {resident() // MIB} MiB are taken already: use {least}M or more, "
-            "a narrower encoder, GroupNorm, a smaller batch or smaller images"
+            f"{less}, a smaller batch or smaller images"
         )
     return MemoryPlan(fitting[-1], fixed + work(fitting[-1]))
 
@@ -81,13 +82,17 @@ def make_plan(
 def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) -> Callable[[int | None], int]:
     """Bytes of activations as a function of the chunk size, from the sizes for two views."""
     one_view = 4 * torch.Size(shape).numel()
-    plain = _saved_bytes(model, shape) // 2 + 2 * one_view
-    if not batch_norms(model):
-        return lambda chunk_size: (chunk_size or n_views) * plain
-    kept, largest = _batch_norm_bytes(model, shape)
+    kept, largest = _activation_bytes(model, shape)
+    # Frozen layers save nothing, yet while one of them runs there are its input, the convolution and the norm.
+    plain = max(_saved_bytes(model, shape) // 2, 3 * largest) + 2 * one_view
+    head = 16 * model.n_features  # features and hidden layer, and their gradients
+    if not batch_norms(model.encoder):
+        return lambda chunk_size: (chunk_size or n_views) * plain + n_views * head
 
     def work(chunk_size: int | None) -> int:
-        return n_views * plain if chunk_size is None else n_views * kept + chunk_size * (6 * largest + 4 * one_view)
+        if chunk_size is None:
+            return n_views * plain
+        return n_views * (kept + head) + chunk_size * (6 * largest + 4 * one_view)
 
     return work
 
@@ -110,33 +115,49 @@ def _saved_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> int:
     return sum(saved.values())
 
 
-def _batch_norm_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes of one view in `BatchNormPass`: at the peak, and of the largest activation."""
-    encoder = model.encoder
-    assert isinstance(encoder, ResNet)
+def _activation_bytes(model: ContrastiveModel, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of one view: at the peak of `BatchNormPass`, 0 where that is not used, and of the largest activation."""
     size: dict[nn.Module, int] = {}
 
     def note(module: nn.Module, _: object, out: Tensor) -> None:
         size[module] = out[0].numel() * out.element_size()
 
-    seen = [m for m in encoder.modules() if isinstance(m, nn.Conv2d | Block) or m is encoder.maxpool]
+    seen = [module for module in model.encoder.modules() if isinstance(module, nn.Conv2d | nn.MaxPool2d)]
     hooks = [module.register_forward_hook(note) for module in seen]
     with inference_mode(model):
         model(_blank(model, 2, shape))
     for hook in hooks:
         hook.remove()
-    kept, moments = 0, []
-    before: nn.Module = encoder.maxpool
+    largest = max(size.values(), default=0)
+    if not batch_norms(model.encoder):
+        return 0, largest
+    encoder = BatchNormPass(model, lambda _: model.mean, [])
+    before = [size[block.path[-1][0]] for block in (encoder.stem, *encoder.frozen)]
+    x = before[-1] if encoder.frozen else size.get(encoder.stem.pool, before[-1])  # input of the block
+    kept, peaks = 0, [x]
     for block in encoder.blocks:
         path = [size[conv] for conv, _ in block.path]
         shortcut = size[block.shortcut[0]] if block.shortcut else 0
-        if block in encoder.layer1:
-            moments.append(size[before] + size[block] + max(path[:-1]) * (len(path) - 1) + shortcut)
-        else:
-            kept += size[before]
-            moments.append(kept + size[block] + sum(path) + shortcut)
-        before = block
-    return max(moments), max(size.values())
+        if not is_large(block):
+            kept += x
+        held = x if is_large(block) else kept
+        peaks.append(held + shortcut + _peak_inside(path, block.adds, is_large(block)))
+        x = path[-1]
+    return max(peaks), largest
+
+
+def _peak_inside(path: list[int], adds: bool, large: bool) -> int:
+    """The largest sum of what a block's backward pass holds when it comes to one of its convolutions.
+
+    path: bytes of the output of each convolution.
+    large: the last convolution is computed again each time, the first before its own gradient.
+    """
+    last, sums = len(path) - 1, []
+    for i, size in enumerate(path):
+        held = sum(path[: i + 1]) if not large else sum(path[: min(i + 1, last)]) if i else 0
+        gradient = size if i < last else 0
+        sums.append(held + gradient + (path[-1] if adds or i == last else 0))
+    return max(sums)
 
 
 def _warm_up(model: ContrastiveModel, views: Tensor, loss: Loss, score: Score) -> None:
@@ -144,7 +165,7 @@ def _warm_up(model: ContrastiveModel, views: Tensor, loss: Loss, score: Score) -
     with _unchanged(model):
         backward(model, lambda rows: views[rows], len(views), lambda z: loss(*z.chunk(2)), chunk_size=2)
     with suppress(RuntimeError):  # no int8 kernels here
-        score(model, (255 * views).byte(), "int8" if can_fold(model) else "fp32")
+        score(model, (255 * views).byte(), "int8" if "int8" in precisions(model) else "fp32")
 
 
 @contextmanager

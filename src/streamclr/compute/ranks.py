@@ -87,7 +87,7 @@ class Ranks(OneProcess):
         if self.norm_over not in NORM_OVER:
             raise UserError(f"norm_over is {self.norm_over!r}: use {' or '.join(NORM_OVER)}")
         if self.norm_over == "all":
-            _change_norms(model, nn.BatchNorm2d, SharedBatchNorm)
+            _change_norms(model, SHARED)
         # Without find_unused_parameters the order of sums changes after the first step, and a job of three ranks would
         # not resume bit by bit (docs/log.md).
         warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 weights, where strides do not matter
@@ -96,7 +96,7 @@ class Ranks(OneProcess):
             return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
 
     def unshare(self, model: nn.Module) -> None:
-        _change_norms(model, SharedBatchNorm, nn.BatchNorm2d)
+        _change_norms(model, {shared: own for own, shared in SHARED.items()})
 
     def gather(self, z: Tensor) -> Tensor:
         return _Gather.apply(z)
@@ -192,26 +192,37 @@ class _Gather(torch.autograd.Function):
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-class SharedBatchNorm(nn.BatchNorm2d):
+class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm with the mean and variance of all ranks' images, on any device; each rank has the same number."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        moments = torch.stack(torch.var_mean(x, (0, 2, 3), correction=0))  # 2 x channels
+        moments = torch.stack(torch.var_mean(x, (0, *range(2, x.ndim)), correction=0))  # 2 x channels
         variances, means = _Gather.apply(moments[None]).unbind(1)  # each ranks x channels
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
         update_running(self, mean, variance, dist.get_world_size() * x.numel() // x.shape[1])
         gain = self.weight * (variance + self.eps).rsqrt()
-        return x * gain[:, None, None] + (self.bias - mean * gain)[:, None, None]
+        per_channel = (-1, *(1,) * (x.ndim - 2))  # channels, or channels x 1 x 1
+        return x * gain.view(per_channel) + (self.bias - mean * gain).view(per_channel)
 
 
-def _change_norms(model: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> None:
+class SharedBatchNorm1d(SharedBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class SharedBatchNorm2d(SharedBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+SHARED: dict[type[nn.Module], type[nn.Module]] = {nn.BatchNorm1d: SharedBatchNorm1d, nn.BatchNorm2d: SharedBatchNorm2d}
+
+
+def _change_norms(model: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> None:
     """Change the class of every BatchNorm in place; weights and names stay."""
     for module in model.modules():
-        if type(module) is before:
-            module.__class__ = after
+        module.__class__ = classes.get(type(module), type(module))
 
 
 def join(device: str | None = None, norm_over: str = "all") -> OneProcess:

@@ -1,7 +1,7 @@
 """Encoders by name, and all that is needed to build a model again."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -16,6 +16,11 @@ from streamclr.encoders.resnet import STEMS, ResNet, resnet18, resnet34, resnet5
 RESNETS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
 ENCODERS = (*RESNETS, "mobilenet_v2")
 ADAPTERS = ("hf:NAME_OR_DIR", "timm:NAME", "package.module:function")
+
+
+def is_built_in(encoder: nn.Module) -> TypeGuard[ResNet | MobileNetV2]:
+    """Whether its `blocks` say all that it computes; a class derived from these may compute something else."""
+    return type(encoder) in (ResNet, MobileNetV2)
 
 
 class Architecture(NamedTuple):

@@ -69,12 +69,12 @@ def infer(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor]
         return map_chunks(model, images, function or model)
 
 
-def infer_views(model: nn.Module, views: Tensor) -> Tensor:
-    """The model's output for views, which are float in [0, 1] already; else as `infer`."""
+def infer_views(model: nn.Module, views: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """As `infer`, of views, which are float in [0, 1] already."""
     if not views.is_floating_point():
         raise UserError(f"the views are {views.dtype}: give float in [0, 1], or stored images to infer()")
     with inference_mode(model):
-        return _in_chunks(model, views, model)
+        return _in_chunks(model, views, function or model)
 
 
 def map_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from streamclr.encoders.blocks import Block, ConvNorm
+
 # Of each group of blocks: expansion, channels, blocks, stride of the first (Table 2 of the paper).
 GROUPS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 STAGE_ENDS = (2, 4, 7, 14, 19)  # in `features`: a stage works at one resolution
@@ -12,6 +14,9 @@ class ConvNormReLU(nn.Sequential):
     def __init__(self, n_in: int, n_out: int, kernel: int, stride: int = 1, groups: int = 1):
         conv = nn.Conv2d(n_in, n_out, kernel, stride, kernel // 2, groups=groups, bias=False)
         super().__init__(conv, nn.BatchNorm2d(n_out), nn.ReLU6(inplace=True))
+
+    def block(self, stage: int) -> Block:
+        return Block(stage, _convolutions(self), adds=False, ceiling=6)
 
 
 class InvertedResidual(nn.Module):
@@ -27,6 +32,14 @@ class InvertedResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(x) if self.adds else self.conv(x)
+
+    def block(self, stage: int) -> Block:
+        return Block(stage, _convolutions(self), adds=self.adds, ends_active=False, ceiling=6)
+
+
+def _convolutions(module: nn.Module) -> list[ConvNorm]:
+    found = [part for part in module.modules() if isinstance(part, nn.Conv2d | nn.BatchNorm2d)]
+    return list(zip(found[::2], found[1::2], strict=True))  # type: ignore[arg-type]
 
 
 class MobileNetV2(nn.Module):
@@ -53,9 +66,13 @@ class MobileNetV2(nn.Module):
         layers, starts = list(self.features), (0, *STAGE_ENDS[:-1])
         return [layers[start:end] for start, end in zip(starts, STAGE_ENDS, strict=True)]
 
+    @property
+    def blocks(self) -> list[Block]:
+        return [layer.block(number) for number, stage in enumerate(self.stages) for layer in stage]  # type: ignore[operator]
+
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # a step takes 0.6 of the time
-        return self.features(x).mean((2, 3))  # n x n_features
+        return self.features(x).mean((2, 3), keepdim=True).flatten(1)  # n x n_features
 
 
 def mobilenet_v2() -> MobileNetV2:

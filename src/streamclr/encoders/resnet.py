@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.encoders.blocks import Block, ConvNorm
 
 Norm = Literal["batch", "group"]
 Stem = Literal["small", "half", "imagenet"]
@@ -17,10 +18,19 @@ STEMS = {"small": (3, 1), "half": (3, 2), "imagenet": (7, 2)}  # kernel and stri
 def _norm(kind: Norm, channels: int) -> nn.Module:
     if kind == "batch":
         return nn.BatchNorm2d(channels)
-    return nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)  # 16 channels a group, as Wu & He
+    return GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)  # 16 channels a group, as Wu & He
 
 
-class Block(nn.Module):
+class GroupNorm(nn.GroupNorm):
+    """Its backward pass, channels last, is a segmentation fault in torch 2.13 if the input needs no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not x.requires_grad:  # the norms alone learn, and this is the first
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        return super().forward(x)
+
+
+class ResidualBlock(nn.Module):
     """A residual block: relu(path(x) + downsample(x)), the path being convolutions with a norm each, relu between."""
 
     expansion: int  # channels out of the block per channel in its middle
@@ -37,12 +47,12 @@ class Block(nn.Module):
             self.downsample = nn.Sequential(pointwise, _norm(norm, n_out))
 
     @property
-    def path(self) -> list[tuple[nn.Conv2d, nn.Module]]:
+    def path(self) -> list[ConvNorm]:
         *modules, _ = self.children()  # conv1, bn1, conv2, bn2 and so on; downsample is the last
         return list(zip(modules[::2], modules[1::2], strict=True))  # type: ignore[arg-type]
 
     @property
-    def shortcut(self) -> tuple[nn.Conv2d, nn.Module] | None:
+    def shortcut(self) -> ConvNorm | None:
         """The convolution and norm in `downsample`; None where it is the identity."""
         if not isinstance(self.downsample, nn.Sequential):
             return None
@@ -69,7 +79,7 @@ class Conv3x3(nn.Conv2d):
         return super().forward(x)
 
 
-class BasicBlock(Block):
+class BasicBlock(ResidualBlock):
     expansion = 1
 
     def __init__(self, n_in: int, n_out: int, stride: int, norm: Norm):
@@ -77,7 +87,7 @@ class BasicBlock(Block):
         super().__init__([first, Conv3x3(n_out, n_out)], stride, norm)
 
 
-class Bottleneck(Block):
+class Bottleneck(ResidualBlock):
     expansion = 4
 
     def __init__(self, n_in: int, n_mid: int, stride: int, norm: Norm):
@@ -148,13 +158,15 @@ class ResNet(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        return [block for layer in (self.layer1, self.layer2, self.layer3, self.layer4) for block in layer]  # type: ignore[misc]
+        stem = Block(0, [(self.conv1, self.bn1)], adds=False, pool=self.maxpool)
+        layers = enumerate((self.layer1, self.layer2, self.layer3, self.layer4), 1)
+        return [stem, *(Block(stage, block.path, block.shortcut) for stage, layer in layers for block in layer)]  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)  # two thirds of the time in a narrow encoder
         x = self.maxpool(F.relu_(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return x.mean((2, 3))  # n x n_features
+        return x.mean((2, 3), keepdim=True).flatten(1)  # n x n_features
 
 
 def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:

@@ -117,20 +117,24 @@ model-index:
 
 def _elsewhere(model: "Pretrained") -> str:
     encoder, width, stem, norm, _ = model.architecture
-    if stem is None or width != 64:
+    if width not in (None, 64):
         return f"""## Elsewhere
 
 The tensors have torchvision's names, and `projection.` before those of the projection head. torchvision's own
 {encoder} does not take them: it has a width of 64, this one of {width}.
 """
-    kernel, stride = STEMS[stem]
     groups = ", norm_layer=lambda channels: torch.nn.GroupNorm(channels // 16, channels)" if norm == "group" else ""
-    change = f"""net.conv1 = torch.nn.Conv2d(3, 64, {kernel}, {stride}, {kernel // 2}, bias=False)
+    change, name, classifier = "", "name", ""
+    if stem in ("small", "half"):
+        kernel, stride = STEMS[stem]
+        change = f"""net.conv1 = torch.nn.Conv2d(3, 64, {kernel}, {stride}, {kernel // 2}, bias=False)
 net.maxpool = torch.nn.Identity()
 """
+    if encoder == "mobilenet_v2":
+        name, classifier = 'name.replace("fc.", "classifier.1.")', "; its classifier is the layer `fc` here"
     return f"""## In torchvision's definition
 
-The tensors have torchvision's names, and `projection.` before those of the projection head.
+The tensors have torchvision's names, and `projection.` before those of the projection head{classifier}.
 
 ```python
 import torch
@@ -138,8 +142,8 @@ import torchvision
 from safetensors.torch import load_file
 
 net = torchvision.models.{encoder}(num_classes={len(model.classes)}{groups})
-{"" if stem == "imagenet" else change}weights = load_file("model.safetensors")
-net.load_state_dict({{name: t for name, t in weights.items() if not name.startswith("projection.")}})
+{change}weights = load_file("model.safetensors")
+net.load_state_dict({{{name}: t for name, t in weights.items() if not name.startswith("projection.")}})
 net.eval()
 mean, std = torch.tensor({model.mean}).view(3, 1, 1), torch.tensor({model.std}).view(3, 1, 1)
 logits = net((images / 255 - mean) / std)  # n x 3 x {model.size} x {model.size}

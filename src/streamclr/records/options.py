@@ -132,6 +132,9 @@ class EvaluationOptions:
         "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), auto (the better one on "
         "labels held back), or paper (linear, with the paper's Adam)",
     )
+    spread: str = option(
+        "on", "let a label count for the other frames of its track, where the source knows tracks: on or off"
+    )
     probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 

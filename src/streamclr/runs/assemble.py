@@ -7,6 +7,7 @@ from pathlib import Path
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
+from streamclr.base.options import parse_size
 from streamclr.classifier import draw_labelled
 from streamclr.compute.fast_scoring import check_precision
 from streamclr.compute.ranks import OneProcess
@@ -70,7 +71,10 @@ def make_policy(plan: RunPlan) -> Policy:
 
 
 def make_learner(plan: RunPlan) -> Learner:
-    model, policy = initial_model(plan, plan.size), make_policy(plan)
+    policy = make_policy(plan)  # mistakes come first: weights may have to be downloaded
+    if plan.memory is not None:
+        parse_size(plan.memory)
+    model = initial_model(plan, plan.size)
     chosen = policy.policy if isinstance(policy, Guarded) else policy
     if isinstance(chosen, ContrastScoring):
         check_precision(model, chosen.precision)

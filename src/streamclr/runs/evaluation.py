@@ -20,6 +20,8 @@ from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import public_model
+from streamclr.scenes import SPREAD_WEIGHT
+from streamclr.scenes import spread as spread_rows
 from streamclr.stage_two import Chosen, ImagesByNumber, check_classifier, choose_classifier, fine_tune, fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
@@ -40,6 +42,7 @@ class Extracted(NamedTuple):
     features: Tensor
     labels: Tensor
     numbers: Tensor
+    weights: Tensor  # of the labels: 1, or less where one was spread from another frame of its track
 
 
 def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = None) -> Extracted:
@@ -58,7 +61,7 @@ def extract(model: ContrastiveModel, images: Images, numbers: Tensor | None = No
     report_unreadable(bad, len(numbers))
     kept = np.concatenate(read)
     labels = checked_labels(images.labels[kept], len(images.classes))
-    return Extracted(torch.cat(features), labels, torch.from_numpy(kept))
+    return Extracted(torch.cat(features), labels, torch.from_numpy(kept), torch.ones(len(kept)))
 
 
 def labelled(source: Source | Stream) -> tuple[Images, Images]:
@@ -144,26 +147,33 @@ def train_classifier(
     seed: int,
 ) -> Chosen:
     """A classifier from labelled images whose features are known."""
-    features, labels, numbers = known
+    features, labels, numbers, weights = known
     n_classes, tracks = len(train.classes), train.tracks
     groups = None if tracks is None else torch.from_numpy(tracks)[numbers]
     if classifier == "paper":
         return Chosen("paper", train_head(features, labels, n_classes, seed=seed), "paper: as asked")
-    is_for_linear = len(labels) > MAX_LABELS_TUNED and classifier == "auto"
+    n_given = int((weights == 1).sum())
+    is_for_linear = n_given > MAX_LABELS_TUNED and classifier == "auto"
     if classifier == "linear" or is_for_linear:
         why = (
-            f"{len(labels):,} labels, and auto fine-tunes on {MAX_LABELS_TUNED:,} at most"
-            if is_for_linear
-            else "as asked"
+            f"{n_given:,} labels, and auto fine-tunes on {MAX_LABELS_TUNED:,} at most" if is_for_linear else "as asked"
         )
-        return Chosen("linear", fit_linear(features, labels, n_classes, groups=groups), f"linear: {why}")
+        return Chosen("linear", fit_linear(features, labels, n_classes, weights, groups), f"linear: {why}")
     images = _images_of(train, numbers)
     if classifier == "finetuned":
-        own, head = fine_tune(model, images, labels, n_classes, seed=seed)
+        own, head = fine_tune(model, images, labels, n_classes, weights, seed=seed)
         return Chosen("finetuned", head, "fine-tuned: as asked", own)
-    return choose_classifier(
-        model, images, labels, n_classes, groups=groups, public=public, features=features, seed=seed
-    )
+    return choose_classifier(model, images, labels, n_classes, weights, groups, public, features=features, seed=seed)
+
+
+def spread_over_tracks(known: Extracted, drawn: Tensor, tracks: Tensor) -> Extracted:
+    """The drawn images and the other frames of their tracks, each with the label of the nearest drawn one.
+
+    known: all images; tracks: of each of them.
+    """
+    rows, sources = spread_rows(drawn.nonzero()[:, 0], tracks, reach=len(tracks))
+    weights = torch.where(rows == sources, 1.0, SPREAD_WEIGHT)
+    return Extracted(known.features[rows], known.labels[sources], known.numbers[rows], weights)
 
 
 def _images_of(images: Images, numbers: Tensor) -> Tensor | ImagesByNumber:
@@ -182,11 +192,13 @@ def evaluate(
     seed: int = 0,
     classifier: str = "auto",
     public: ContrastiveModel | None = None,
+    spread: bool = True,
 ) -> tuple[dict[str, Any], dict[float, Chosen]]:
     """Stage two: a classifier for each label fraction, and both probes on all labels.
 
     classifier: one of CLASSIFIERS.
     public: the encoder before it learned from the stream: `auto` takes it where the labels say that it is better.
+    spread: let a label count for the other frames of its track, where tracks are known.
     """
     check_classifier(classifier)
     n_classes = len(train.classes)
@@ -199,10 +211,13 @@ def evaluate(
         if not drawn.any():
             raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
         own = Extracted(*(column[drawn] for column in known))
+        if spread and train.tracks is not None and classifier != "paper":
+            own = spread_over_tracks(known, drawn, torch.from_numpy(train.tracks)[known.numbers])
         one = chosen[fraction] = train_classifier(classifier, model, train, own, public, seed)
         accuracy = head_accuracy(one.head, tested if one.model is None else extract(one.model, test))
         labels[str(fraction)] = {
             "n_labels": int(drawn.sum()),
+            **({"n_spread": n_spread} if (n_spread := len(own.labels) - int(drawn.sum())) else {}),
             "classifier": one.kind,
             "why": one.why,
             **({"public_encoder": True} if one.is_public else {}),
@@ -224,7 +239,7 @@ def evaluate_supervised(
     for fraction in fractions:
         numbers = draw_labelled(train.labels, fraction, train.classes, seed)
         model, head = train_supervised(encoder, train, numbers, seed=seed, device=device)
-        features, labels, _ = extract(untrained, train, numbers)
+        features, labels, *_ = extract(untrained, train, numbers)
         frozen = train_head(features, labels, n_classes, seed=seed)
         heads = {"end_to_end": (head, extract(model, test)), "untrained_encoder": (frozen, untrained_tested)}
         results[str(fraction)] = {reading: head_accuracy(one, tested).top1 for reading, (one, tested) in heads.items()}
@@ -237,7 +252,9 @@ def evaluate_run(plan: RunPlan, model: ContrastiveModel, stream: Stream, directo
     if train is None or test is None:
         return {"labels": {}}
     public = public_model(plan) if plan.classifier == "auto" else None
-    results, chosen = evaluate(model, train, test, plan.label_fractions, plan.seed, plan.classifier, public)
+    results, chosen = evaluate(
+        model, train, test, plan.label_fractions, plan.seed, plan.classifier, public, plan.spread == "on"
+    )
     heads, models = ({f: getattr(one, part) for f, one in chosen.items()} for part in ("head", "model"))
     Heads(directory).save_fractions(heads, train.classes, models)
     if plan.supervised:

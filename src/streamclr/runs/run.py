@@ -2,15 +2,22 @@
 
 from contextlib import closing
 from pathlib import Path
+from time import process_time
 from typing import Any
+
+import torch
 
 from streamclr.base.errors import QuietExit, UserError
 from streamclr.compute.ranks import join
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.learner import Learner
 from streamclr.models.versions import Versions
-from streamclr.records.directory import open_directory
+from streamclr.records.directory import RunDirectory, open_directory
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import own_part, prepare
+from streamclr.records.plan import RunPlan
+from streamclr.runs.assemble import own_part, prepare, public_model
 from streamclr.runs.evaluation import evaluate_run
+from streamclr.runs.harm import compare_encoders
 from streamclr.runs.loop import learn_stream
 from streamclr.streams.account import Account
 
@@ -22,29 +29,50 @@ def run(options: RunOptions) -> tuple[Path, dict[str, Any]]:
             plan, stream, learner = prepare(options, ranks)
         with closing(open_directory(plan, ranks)) as directory:
             learner.join(ranks)
+            cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:
                 seconds = learn_stream(own_part(plan, ranks), learner, stream, directory)
             except (UserError, QuietExit):
                 directory.remove_if_empty()
                 raise
+            cpu_seconds = process_time() - cpu_seconds
             parts = ranks.collect((learner.buffer.n_seen, stream.account))
             learner.leave()
             directory.save_buffer(learner, stream)
             if ranks.index:
                 raise QuietExit(0)  # rank 0 alone evaluates
-            directory.save_model(learner.model)
+            model, harm = used_model(plan, learner, directory)
+            directory.save_model(model)
             results = {
                 "images": sum(n_seen for n_seen, _ in parts),
                 "steps": learner.n_steps,
                 "seconds_learning": seconds,
+                "cpu_seconds_learning": cpu_seconds,
                 **accounts_of([account for _, account in parts]),
-                **evaluate_run(plan, learner.model, stream, directory),
+                **harm,
+                **evaluate_run(plan, model, stream, directory),
             }
             if plan.predict:
                 served = Versions(directory).look()
                 results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
             directory.save_results(results)
             return directory.path, results
+
+
+def used_model(plan: RunPlan, learner: Learner, directory: RunDirectory) -> tuple[ContrastiveModel, dict[str, Any]]:
+    """What the run's encoder is from now on: the adapted one or, if that does harm, the public one that it began with.
+
+    The adapted one stays in the last checkpoint. Returns the model and what to say of it in results.json.
+    """
+    public = public_model(plan)
+    if public is None or not len(learner.buffer):
+        return learner.model, {}
+    images, neighbours = learner.buffer.pairs(torch.arange(len(learner.buffer)))
+    found = compare_encoders(public, learner.model, images, neighbours, plan.seed)
+    if found["used"] == "adapted":
+        return learner.model, {"encoder": found}
+    directory.tell(f"the adapted encoder is not used, the public one is: {found['why']}", step=learner.n_steps)
+    return public, {"encoder": found}
 
 
 def accounts_of(ranks: list[Account]) -> dict[str, Any]:

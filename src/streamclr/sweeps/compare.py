@@ -80,11 +80,12 @@ def compare(
         raise UserError(f"seeds is {options.seeds}: use at least 1")
     if len(set(policies)) < len(policies):
         raise UserError(f"--policies {options.policies} names a policy twice: name each once")
-    if options.rescore_every is not None and not any("rescore_every" in policy_options(p) for p in policies):
+    takes = {policy: policy_options(policy) for policy in policies}
+    if options.rescore_every is not None and not any("rescore_every" in names for names in takes.values()):
         raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
     ready: dict[str, RunPlan] = {}
     for policy in policies:  # a wrong option is refused before the first run starts
-        lazily = options.rescore_every if "rescore_every" in policy_options(policy) else None
+        lazily = options.rescore_every if "rescore_every" in takes[policy] else None
         device = options.device if options.on is None else None
         ready[policy] = prepare(as_run(options, policy=policy, rescore_every=lazily, device=device))[0]
     place = None if options.on is None else open_place(options.on, None, options.device, torch.get_num_threads())
@@ -196,6 +197,6 @@ def pixel_probe(train: Images, test: Images) -> float:
     def pixels(images: Images) -> Extracted:
         numbers = torch.arange(len(images))
         features = torch.from_numpy(images.images(numbers.numpy())).flatten(1) / 255
-        return Extracted(features, torch.from_numpy(images.labels), numbers)
+        return Extracted(features, torch.from_numpy(images.labels), numbers, torch.ones(len(images)))
 
     return probe_accuracy(pixels(train), pixels(test), len(train.classes))

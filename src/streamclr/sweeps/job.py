@@ -50,6 +50,7 @@ USUAL: Result = {
     "compile": False,
     "fractions": "0.01,0.1,1",
     "classifier": "paper",
+    "spread": "on",
     "probes": 10,
     "supervised": False,
     "label_disk": "64M",

@@ -34,7 +34,10 @@ SCALES = {
 }
 BUFFER = 256  # images in the buffer, unless an experiment says otherwise
 # What the time of a step depends on.
-KIND_FIELDS = "encoder width stem norm size policy buffer batch segment rescore_every device".split()
+KIND_FIELDS = (
+    "encoder init width stem norm projection train size policy buffer batch segment rescore_every positives lr "
+    "temperature device"
+).split()
 T = TypeVar("T")
 
 

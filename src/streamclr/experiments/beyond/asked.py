@@ -64,7 +64,7 @@ def measure(directory: Path, **config: Any) -> Result:
         generator = torch.Generator().manual_seed(seed)
         # Without repeats, as a reservoir of a stream that shows each image equally often.
         reservoir = torch.randperm(len(train), generator=generator)[: RESERVOIR * n_labels[-1]]
-        features, labels, _ = extract(model, train, reservoir)
+        features, labels, *_ = extract(model, train, reservoir)
         orders = {
             "chosen": asking_order(features, n_labels[-1], seed),
             "uniform": torch.randperm(len(features), generator=generator)[: n_labels[-1]],

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamclr.base.progress import quiet
 from streamclr.classifier import Classifier
+from streamclr.encoders.resnet import Conv3x3
 from streamclr.models.formats.quantise import Calibration
 from streamclr.models.formats.reader import PROGRAM_SEAL, about_text, sealed
 from streamclr.models.parity import ExportedFunction
@@ -43,6 +44,9 @@ def make_executorch(classifier: Classifier, about: dict[str, Any], calibration: 
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     plain = classifier.plain()
+    for module in plain.modules():
+        if isinstance(module, Conv3x3):  # XNNPACK takes no part of a weight
+            module.__class__ = nn.Conv2d  # type: ignore[assignment]
     if calibration is not None:
         _quantise(plain, calibration.ranges)
     example = torch.zeros(1, 3, classifier.size + 1, classifier.size + 2, dtype=torch.uint8)

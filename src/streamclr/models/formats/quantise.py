@@ -76,12 +76,13 @@ def quantise(model: "onnx.ModelProto", images: Tensor) -> "onnx.ModelProto":
 
 
 def encoder_nodes(model: "onnx.ModelProto") -> "list[onnx.NodeProto]":
-    """Convolutions, relus, max-pools and the sums of two paths, which a CPU runs faster in 8 bits."""
+    """Convolutions, ReLU and ReLU6, max-pools and the sums of two paths, which a CPU runs faster in 8 bits."""
     weights = {tensor.name for tensor in model.graph.initializer}
     nodes = list(model.graph.node)
     nodes = nodes[[node.op_type for node in nodes].index("Conv") :]
     return [
         node
         for node in nodes
-        if node.op_type in ("Conv", "Relu", "MaxPool") or (node.op_type == "Add" and not weights & set(node.input))
+        if node.op_type in ("Conv", "Relu", "Clip", "MaxPool")
+        or (node.op_type == "Add" and not weights & set(node.input))
     ]

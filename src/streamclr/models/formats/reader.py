@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -229,6 +230,9 @@ def _open_torch(path: Path) -> Predictor:
     about, weights = _read_program(path)
     try:
         architecture = Architecture(*(about["encoder"][name] for name in ("name", "width", "stem", "norm")))
+        encoder, width, *others, _ = map(type, architecture)
+        if encoder is not str or width not in (int, NoneType) or not {*others} <= {str, NoneType}:
+            raise TypeError
         if architecture.encoder not in ENCODERS:  # never a function that a file names
             raise UserError("not one of streamclr's own")
         with torch.device("meta"):  # no memory; all weights are checked against it, and then put in its place

@@ -1,0 +1,39 @@
+"""What an encoder computes, as plain data: chunks, folding and int8 run the blocks of any encoder from it."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ConvNorm = tuple[nn.Conv2d, nn.Module]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Convolutions with a norm each and the activation between; then the sum, the activation and the pooling, if any.
+
+    An encoder is its `blocks`, one after the other, and the mean over the pixels. The first is the stem, the only one
+    with pooling; it adds nothing.
+    """
+
+    stage: int  # a stage works at one resolution; 0 is nearest to the image
+    path: list[ConvNorm]
+    shortcut: ConvNorm | None = None  # to which the path is added; None: to the input itself
+    adds: bool = True
+    ends_active: bool = True  # with the activation after the sum
+    ceiling: float = math.inf  # of the activation: ReLU has none, ReLU6 has 6
+    pool: nn.Module = field(default_factory=nn.Identity)
+
+    def activate_(self, x: Tensor) -> Tensor:
+        """In place: no backward pass needs the old value."""
+        return F.relu_(x) if self.ceiling == math.inf else x.clamp_(0, self.ceiling)
+
+    def passes(self, active: Tensor) -> Tensor:
+        """Where the activation passes a gradient on, from its output."""
+        return active > 0 if self.ceiling == math.inf else (active > 0).logical_and_(active < self.ceiling)
+
+    @property
+    def learns(self) -> bool:
+        modules = [module for pair in (*self.path, *([self.shortcut] if self.shortcut else [])) for module in pair]
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
