@@ -9,7 +9,6 @@ import torch
 
 from streamclr.encoders.inference import infer
 from streamclr.labelling.session import LabelSession, png
-from streamclr.labelling.spread import SPREAD_WEIGHT
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Versions
 from streamclr.records.checkpoints import Checkpoints
@@ -28,6 +27,7 @@ from streamclr.runs.challenger import (
     labels_at_hand,
     score,
 )
+from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.streams.stream import open_stream
 from support.images import random_images

@@ -12,9 +12,10 @@ from streamclr.labelling import session as session_module
 from streamclr.labelling.candidates import Candidate, key_of, read_clips
 from streamclr.labelling.exchange import export_labels
 from streamclr.labelling.session import pixels
-from streamclr.labelling.spread import SPREAD_WEIGHT, find_companions, same_scene
+from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
+from streamclr.scenes import SPREAD_WEIGHT
 from support.camera import write_clip
 from support.images import random_images
 from support.labelling import COLOURS, SIZE, colours, make_run, opened

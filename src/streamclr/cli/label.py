@@ -31,7 +31,9 @@ class LabelTrainOptions:
         "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), or auto (the better one on "
         "labels held back)",
     )
-    spread: str = option("on", "a label counts for the neighbouring frames of the same scene too: on or off")
+    spread: str | None = option(
+        None, "let a label count for the neighbouring frames of its scene too: on or off [as the run]"
+    )
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,13 @@ def import_command(config: LabelFileOptions) -> None:
 def train_command(config: LabelTrainOptions) -> None:
     if config.classifier not in CHOICES:
         raise UserError(f"no classifier {config.classifier!r}: {one_of(config.classifier, CHOICES)}")
-    if config.spread not in ("on", "off"):
+    if config.spread not in (None, "on", "off"):
         raise UserError(f"spread is {config.spread!r}: use on or off")
     plan = RunDirectory.existing(config.run).config
     with _questions_of(config.run) as session:
         public = None if config.classifier == "linear" else public_model(plan)
-        _tell(session.train(config.classifier, public, config.spread == "on"), session, config.run)
+        spread = None if config.spread is None else config.spread == "on"
+        _tell(session.train(config.classifier, public, spread), session, config.run)
 
 
 @contextmanager

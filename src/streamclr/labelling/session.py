@@ -22,11 +22,12 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
 from streamclr.labelling.candidates import Candidate, key_of, middle, read_clips
 from streamclr.labelling.order import asking_order
-from streamclr.labelling.spread import SPREAD_WEIGHT, find_companions
+from streamclr.labelling.spread import find_companions
 from streamclr.labelling.store import Answer, Labels, Question
 from streamclr.models.heads import PUBLIC, Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.label_budget import LabelBudget
+from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.stage_two import KINDS, Chosen, choose_classifier, cross_validate, fit_linear
 
 N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar images for each
@@ -146,16 +147,17 @@ class LabelSession:
         return torch.cat(parts)
 
     def train(
-        self, classifier: str = "linear", public: ContrastiveModel | None = None, spread: bool = True
+        self, classifier: str = "linear", public: ContrastiveModel | None = None, spread: bool | None = None
     ) -> Training | None:
         """Train a classifier on all labels so far and save it in the run; None while there are fewer than two classes.
 
         classifier: one of KINDS, or `auto` for the better one on labels held back.
         public: the encoder before it learned from the stream, as a further candidate.
-        spread: whether a label counts for the neighbouring frames of the same scene too.
+        spread: whether a label counts for the neighbouring frames of the same scene too; default: as the run says.
         """
         answers, names = self.labels.answers(), self.labels.classes()
         self._note = ""
+        spread = self.directory.config.spread == "on" if spread is None else spread
         trained = self._train(answers, names, classifier, public, spread)
         with self._lock:
             self.trained, self.trained_on = trained, (_last(answers), names)

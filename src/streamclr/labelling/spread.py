@@ -7,12 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamclr.labelling.candidates import Candidate
-from streamclr.scenes import find_scenes
-
-SPREAD_WEIGHT = 0.5  # of a label that was spread; one that a person gave has 1
-# Cosine of the centred features of two frames of one scene at least. On GTSRB, with the public MobileNetV2, it tells
-# neighbours of one track from those of two with a balanced accuracy of 98.5 %.
-MIN_SIMILARITY = 0.5
+from streamclr.scenes import CUT_IN_FEATURES, find_scenes
 
 
 def find_companions(
@@ -34,7 +29,9 @@ def find_companions(
     if pairs:
         found = features_of(torch.stack([frame.image for _, frame in pairs])) - mean
         similarity = F.cosine_similarity(found, features[[row for row, _ in pairs]] - mean, dim=1).tolist()
-        other = {frame.key for (_, frame), cosine in zip(pairs, similarity, strict=True) if cosine < MIN_SIMILARITY}
+        other = {
+            frame.key for (_, frame), cosine in zip(pairs, similarity, strict=True) if 1 - cosine > CUT_IN_FEATURES
+        }
         companions = {key: [frame for frame in own if frame.key not in other] for key, own in companions.items()}
     return companions
 

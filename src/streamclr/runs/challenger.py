@@ -21,10 +21,10 @@ from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import key_of
 from streamclr.labelling.session import pixels
-from streamclr.labelling.spread import SPREAD_WEIGHT
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.plan import RunPlan
+from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.stage_two import fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.stream import Stream
@@ -42,10 +42,13 @@ FAILURES = (UserError, OSError, sqlite3.Error)  # that are reported; the next en
 
 
 class Answers:
-    """A person's labels, from labels.sqlite of a run; other processes write it."""
+    """A person's labels, from labels.sqlite of a run; other processes write it.
 
-    def __init__(self, path: Path):
-        self.path = path
+    spread: a label counts for the neighbouring frames of the same scene too.
+    """
+
+    def __init__(self, path: Path, spread: bool = True):
+        self.path, self.spread = path, spread
         self._labels: Labels | None = None
         self._change: int | None = None  # at the last read
 
@@ -79,7 +82,7 @@ class Answers:
     def companions(self, key: str) -> list[Tensor]:
         """The frames of the same scene, which have the same label."""
         assert self._labels is not None
-        return [pixels(picture) for picture in self._labels.companions(key)]
+        return [pixels(picture) for picture in self._labels.companions(key)] if self.spread else []
 
     def close(self) -> None:
         if self._labels is not None:
@@ -115,7 +118,7 @@ class DatasetLabels:
 def labels_at_hand(plan: RunPlan, path: Path, stream: Stream) -> Answers | DatasetLabels | None:
     """A person's labels, if one is asked; else those of the source, by the run's largest label fraction."""
     if plan.label_budget is not None:
-        return Answers(path / "labels.sqlite")
+        return Answers(path / "labels.sqlite", plan.spread == "on")
     train = stream.train
     if train is None:
         return None
