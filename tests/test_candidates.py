@@ -1,18 +1,22 @@
+import hashlib
+import json
 import os
+import struct
 
 import numpy as np
 import pytest
 import torch
 
 from streamclr.base.errors import UserError
-from streamclr.labelling.candidates import Candidates, place, read_candidates
-from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
+from streamclr.labelling.candidates import Candidates, open_candidates, place, read_candidates, read_clips
+from streamclr.records.label_budget import CLIP, LabelBudget, clips_that_fit, n_candidates_that_fit
 from support.images import random_images
+from support.runs import run_plan
 
 
-def filled(path, n, capacity=20, seed=0, size=8, segment=7):
+def filled(path, n, capacity=20, seed=0, size=8, segment=7, clip=1):
     images = random_images(n, size)
-    candidates = Candidates(path, capacity, (3, size, size), seed)
+    candidates = Candidates(path, capacity, (3, size, size), seed, clip)
     for first in range(0, n, segment):
         candidates.offer(images[first : first + segment], first)
     candidates.close()
@@ -109,6 +113,130 @@ def test_no_room_is_said_before_the_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match="No space left"):
         Candidates(tmp_path / "c", 20, (3, 8, 8))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Clips.
+
+
+def test_a_clip_is_kept_whole_and_one_frame_of_it_is_a_candidate(tmp_path):
+    images = filled(tmp_path / "c", 500, capacity=9, clip=CLIP)
+    clips = read_clips(tmp_path / "c")
+    assert len(clips) == 9
+    for clip in clips:
+        first = clip[0].arrival
+        assert first % CLIP == 0
+        assert [frame.arrival for frame in clip] == list(range(first, min(first + CLIP, 500)))
+        assert all(torch.equal(frame.image, images[frame.arrival]) for frame in clip)
+    assert [c.arrival for c in read_candidates(tmp_path / "c")] == [clip[len(clip) // 2].arrival for clip in clips]
+    assert (tmp_path / "c").stat().st_size == 4096 + 9 * CLIP * (32 + 192)
+
+
+def test_each_clip_has_the_same_chance(tmp_path):
+    counts, n_seeds = np.zeros(20), 150
+    images = random_images(20 * CLIP, 2)
+    for seed in range(n_seeds):
+        candidates = Candidates(tmp_path / f"{seed}", 5, (3, 2, 2), seed, CLIP)
+        candidates.offer(images, 0)
+        candidates.close()
+        for clip in read_clips(tmp_path / f"{seed}"):
+            counts[clip[0].arrival // CLIP] += 1
+    assert counts.sum() == n_seeds * 5
+    expected = n_seeds * 5 / 20
+    assert abs((counts - expected) / np.sqrt(expected * (1 - 5 / 20))).max() < 4
+
+
+@pytest.mark.parametrize("n", range(41, 64))
+def test_frames_of_two_clips_never_mix(tmp_path, n):
+    """A newer clip takes a place frame by frame, and the run may stop in the middle of it."""
+    filled(tmp_path / "c", n, capacity=2, clip=CLIP, segment=1)
+    for clip in read_clips(tmp_path / "c"):
+        assert len({frame.arrival // CLIP for frame in clip}) == 1
+        assert [frame.arrival for frame in clip] == list(range(clip[0].arrival, clip[-1].arrival + 1))
+    newest = [clip for clip in read_clips(tmp_path / "c") if clip[0].arrival // CLIP == (n - 1) // CLIP]
+    assert all(clip[-1].arrival == n - 1 for clip in newest)
+
+
+def test_clips_are_the_same_after_a_restart_in_the_middle_of_one(tmp_path):
+    images = random_images(300, 8)
+    whole, broken = (Candidates(tmp_path / name, 6, (3, 8, 8), clip=CLIP) for name in ("whole", "broken"))
+    for first in range(0, 300, 10):
+        whole.offer(images[first : first + 10], first)
+    for first in range(0, 250, 10):
+        broken.offer(images[first : first + 10], first)
+    broken.close()
+    again = Candidates(tmp_path / "broken", 6, (3, 8, 8), clip=CLIP)
+    for first in range(130, 300, 10):
+        again.offer(images[first : first + 10], first)
+    kept = [
+        [[(frame.key, frame.arrival) for frame in clip] for clip in read_clips(tmp_path / name)]
+        for name in ("whole", "broken")
+    ]
+    assert kept[0] == kept[1]
+
+
+def test_a_frame_has_the_track_that_the_stream_gave(tmp_path):
+    candidates = Candidates(tmp_path / "c", 2, (3, 8, 8), clip=CLIP)
+    candidates.offer(random_images(10, 8), 0, torch.arange(10) // 3 - 2)
+    candidates.offer(random_images(4, 8, seed=1), 10)
+    tracks = [frame.track for clip in read_clips(tmp_path / "c") for frame in clip]
+    assert tracks == [-2, -2, -2, -1, -1, -1, 0, 0, 0, 1, -1, -1, -1, -1]
+
+
+def test_a_frame_that_was_cut_costs_its_clip_nothing_else(tmp_path):
+    filled(tmp_path / "c", 24, capacity=3, clip=CLIP)
+    with (tmp_path / "c").open("r+b") as file:
+        file.seek(4096 + 12 * (32 + 192) + 100)
+        file.write(b"torn")
+    assert [[frame.arrival for frame in clip] for clip in read_clips(tmp_path / "c")] == [
+        list(range(8)), [8, 9, 10, 11, 13, 14, 15], list(range(16, 24)),
+    ]  # fmt: skip
+
+
+def test_a_file_of_single_frames_goes_on_as_such(tmp_path):
+    """As version 0.1 wrote it: no clip in the header, no track in the records."""
+    images = random_images(300, 8)
+    header = json.dumps({"candidates": 20, "shape": [3, 8, 8], "seed": 3}).encode().ljust(4095) + b"\n"
+    records = [b""] * 20
+    for number, where in enumerate(place(np.arange(100), 20, 3)):
+        content = struct.pack("<qd", number + 1, 0.0) + images[number].numpy().tobytes()
+        if where < 20:
+            records[where] = hashlib.blake2b(content, digest_size=16).digest() + content
+    (tmp_path / "c").write_bytes(header + b"".join(records))
+    before = [(c.arrival, c.track) for c in read_candidates(tmp_path / "c")]
+    candidates = Candidates(tmp_path / "c", 2, (3, 8, 8), 3, CLIP)
+    assert [(c.arrival, c.track) for c in read_candidates(tmp_path / "c")] == before
+    candidates.offer(images[100:], 100, torch.arange(200))
+    found = read_candidates(tmp_path / "c")
+    filled(tmp_path / "new", 300, 20, seed=3)
+    assert [c.arrival for c in found] == [c.arrival for c in read_candidates(tmp_path / "new")]
+    assert all(torch.equal(c.image, images[c.arrival]) and c.track == -1 for c in found)
+    assert (tmp_path / "c").stat().st_size == 4096 + 20 * (32 + 192)
+
+
+@pytest.mark.parametrize(
+    ("n_frames", "n_asked", "n_clips", "length"),
+    [(10_000, 50, 400, 8), (10_000, 500, 1250, 8), (3000, 500, 1000, 3), (900, 500, 900, 1), (500, 500, 500, 1),
+     (10_000, None, 1250, 8), (500, None, 250, 2), (19, 1, 2, 8), (5, 1, 2, 2), (1, 1, 1, 1)],
+)  # fmt: skip
+def test_clips_are_shorter_where_there_would_be_too_few_to_choose_from(n_frames, n_asked, n_clips, length):
+    assert clips_that_fit(n_frames, n_asked) == (n_clips, length)
+
+
+@pytest.mark.parametrize(
+    ("options", "epoch", "clip", "n_clips"),
+    [({}, None, 8, 131), ({"label_budget": "10"}, None, 8, 80), ({"label_budget": "100"}, None, 5, 210),
+     ({"images": 200}, None, 5, 40), ({}, 120, 3, 40), ({"label_disk": "30K"}, None, 2, 59)],
+)  # fmt: skip
+def test_a_run_has_room_for_two_clips_a_question(tmp_path, options, epoch, clip, n_clips):
+    """234K of disk holds 1,051 frames, 30K holds 118."""
+    plan = run_plan(**{"size": 8, "label_budget": "20", "label_disk": "234K", "images": 5000} | options)
+    candidates = open_candidates(tmp_path, plan, epoch)
+    candidates.close()
+    assert (candidates.clip, candidates.n_clips) == (clip, n_clips)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "n_seen", "n"), [("1%", 5000, 50), ("500", 10, 500), ("100%", 7, 7), ("0.5%", 10, 1)])

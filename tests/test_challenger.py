@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from streamclr.labelling.session import LabelSession
+from streamclr.encoders.inference import infer
+from streamclr.labelling.session import LabelSession, png
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Versions
 from streamclr.records.checkpoints import Checkpoints
@@ -26,8 +27,10 @@ from streamclr.runs.challenger import (
     labels_at_hand,
     score,
 )
+from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.streams.stream import open_stream
+from support.images import random_images
 from support.labelling import COLOURS, colours, encoder, make_run, make_version
 from support.waiting import until
 
@@ -374,6 +377,39 @@ def test_a_class_that_is_new_counts_against_the_version_that_does_not_know_it(pa
     labels.close()
 
 
+def test_a_label_counts_for_the_neighbouring_frames_but_not_where_it_is_held_back(path, monkeypatch):
+    answer(path, 30)
+    companions, labels = {}, Labels(path / "labels.sqlite")
+    questions = labels.questions()[:30]
+    for question in questions:
+        companions[question.key] = random_images(3, 16, seed=question.arrival)
+        pictures = [*map(png, companions[question.key]), labels.picture(questions[0].key)]  # the last has its own label
+        with labels._change() as db:
+            values = [(question.key, 1000 + i, picture) for i, picture in enumerate(pictures)]
+            db.executemany("INSERT INTO companions VALUES (?, ?, ?)", values)
+    labels.close()
+    shown = []
+
+    def spy(features, labels, n_classes, weights, groups):
+        shown.append((features, labels, weights, groups))
+        return module_fit_linear(features, labels, n_classes, weights, groups)
+
+    monkeypatch.setattr(module, "fit_linear", spy)
+    with challenging(path) as one:
+        give(one, 1, weights(path))
+        version = one.versions.current
+    ((features, labels, counts, groups),) = shown
+    n = len(version.trained_on)
+    assert 20 <= n < 30
+    assert n + len(version.held_back) == 30
+    assert counts.tolist() == [1.0] * n + [SPREAD_WEIGHT] * 3 * n
+    assert torch.equal(groups, torch.cat([torch.arange(n), torch.arange(n).repeat_interleave(3)]))
+    assert torch.equal(labels[n:], labels[:n].repeat_interleave(3))
+    model = encoder(path)
+    frames = torch.cat([companions[key] for key in sorted(version.trained_on)])
+    assert torch.allclose(features[n:], infer(model, frames, model.features).cpu(), atol=1e-4)
+
+
 def test_the_end_does_not_wait_for_a_long_challenge(path, monkeypatch):
     n_read, began = [0], threading.Event()
 
@@ -425,8 +461,6 @@ def test_which_labels_are_at_hand(path, monkeypatch):
     assert set(classes.values()) == set(synthetic.source.classes)
     assert labels_at_hand(RunOptions(fractions="0.01"), path, synthetic).read().keys() != classes.keys()
     (path / "flat").mkdir()
-    from streamclr.labelling.session import png
-
     for i, image in enumerate(colours(3)):
         (path / "flat" / f"{i}.png").write_bytes(png(image))
     assert labels_at_hand(RunOptions(), path, open_stream(path / "flat")) is None

@@ -63,6 +63,22 @@ def test_the_segments_are_those_of_the_stream_and_every_frame_has_a_line(served)
     assert stream.position == stream.stream.position == 100
 
 
+def test_tracks_are_those_of_the_segment_that_the_learner_has(served, tmp_path):
+    """The reader is ahead of it, and the scenes of a camera are known for its last segment only."""
+    pytest.importorskip("av")
+    files = [write_clip(tmp_path / f"{name}.mp4", n) for name, n in (("a", 40), ("b", 30))]
+    (tmp_path / "both.txt").write_text("\n".join(map(str, files)))
+    plain, stream = open_stream(tmp_path / "both.txt", size=16), predicting(tmp_path / "both.txt", served, size=16)
+    expected, found = [], []
+    for one, tracks in ((plain, expected), (stream, found)):
+        for images in one.segments(16):
+            if one is stream:
+                until(lambda: stream._ready or stream._reader.done())
+            tracks.append(one.tracks(torch.arange(one.position - len(images), one.position)).tolist())
+    assert [len(tracks) for tracks in expected] == [16] * 4 + [6]
+    assert found == expected
+
+
 def test_before_there_is_a_head_the_class_is_null(directory):
     served = Versions(directory)
     assert len(list(predicting(SYNTHETIC, served).segments(8, until=16))) == 2

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import write_json
 from streamclr.labelling import session as session_module
-from streamclr.labelling.candidates import read_candidates
-from streamclr.labelling.session import N_AHEAD, N_ALIKE, LabelSession, Worker, wilson
+from streamclr.labelling import worker as worker_module
+from streamclr.labelling.candidates import read_clips
+from streamclr.labelling.session import N_AHEAD, N_ALIKE, LabelSession, wilson
 from streamclr.labelling.store import Labels
+from streamclr.labelling.worker import Worker
 from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Pace
 from streamclr.records.directory import FINISHED, RunDirectory
@@ -55,7 +57,7 @@ def answer_all(one, n=None, class_of=lambda question: question.rank % 3 + 1):
 @pytest.fixture
 def working(monkeypatch):
     """Workers that look again at once, and end with the test."""
-    monkeypatch.setattr(session_module, "LOOK_EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(worker_module, "LOOK_EVERY_SECONDS", 0.02)
     workers = []
     yield lambda one: workers.append(Worker(one)) or workers[-1]
     for worker in workers:
@@ -627,8 +629,10 @@ def test_a_run_that_was_killed_keeps_the_same_candidates(tmp_path, monkeypatch):
         with pytest.raises(Stopped):
             run(config)
     path, _ = run(config)
-    kept = [[(c.key, c.arrival) for c in read_candidates(directory / "candidates.bin")] for directory in (whole, path)]
+    clips = [read_clips(directory / "candidates.bin") for directory in (whole, path)]
+    kept = [[(frame.key, frame.arrival) for clip in own for frame in clip] for own in clips]
     assert kept[0] == kept[1]
     assert len(kept[0]) >= 30
     assert max(arrival for _, arrival in kept[0]) > 80
+    assert {len(clip) for clip in clips[0]} >= {3}  # so that there are two for each question
     assert keys(opened(whole)) == keys(opened(path))

@@ -119,6 +119,30 @@ def test_new_questions_keep_the_answered_ones(labels):
     assert labels.answers()[KEYS[5]].class_id == 1
 
 
+def test_companions_go_with_their_question(labels):
+    new, stays = "a" * 32, KEYS[5]
+    companions = {new: [(1001, b"after"), (999, b"before")], stays: [(7, b"too late")], "b" * 32: [(3, b"not asked")]}
+    labels.answer("request-1", "unsure", [stays])
+    asked = [(Question(key, 1000 + i, i), b"new") for i, key in enumerate((new, stays, "b" * 32))]
+    labels.ask(asked, at_most=2, companions=companions)
+    assert labels.companions(new) == [b"before", b"after"]
+    assert labels.companions(stays) == labels.companions("b" * 32) == []
+    labels.ask([(Question("c" * 32, 1, 0), b"newer")])
+    assert labels.companions(new) == []
+
+
+def test_a_store_without_companions_gets_them(labels, tmp_path):
+    labels.answer("request-1", "label", KEYS[:1], 1)
+    labels._connection.execute("DROP TABLE companions")  # as version 0.1 made it
+    labels.close()
+    again = Labels(labels.path)
+    assert again.companions(KEYS[0]) == []
+    assert again.answers()[KEYS[0]].class_id == 1
+    again.ask([(Question("a" * 32, 1000, 0), b"new")], companions={"a" * 32: [(1001, b"after")]})
+    assert again.companions("a" * 32) == [b"after"]
+    again.close()
+
+
 def test_questions_in_other_hands_stay(labels):
     labels.note("given", "tasks.json")
     labels.ask([(Question("a" * 32, 1000, 0), b"new")])

@@ -351,7 +351,7 @@ def choose_classifier(
     tested = (held_back & (weights >= 1)).nonzero().flatten()
     tried: dict[str, int] = {}
     best = candidates[0]
-    why = f"{best.name}: {len(labels)} labels are too few to hold some back"
+    why = f"{best.name}: {int((weights >= 1).sum())} labels are too few to hold some back"
     if _are_enough(labels[weights >= 1]) and len(groups.unique()) >= N_FOLDS and len(tested):
         for one in candidates:
             own, head = trained(one, (~held_back).nonzero().flatten())

@@ -26,14 +26,14 @@ def colours(n, seed=0):
     return images
 
 
-def make_run(path, images=None, budget="30", finished=True, step=None, **options):
+def make_run(path, images=None, budget="30", finished=True, step=None, clip=1, tracks=None, **options):
     """A run directory with a label queue, without a run: an encoder that has learned nothing."""
     images = colours(90) if images is None else images
     settings = {"source": "synthetic:", "images": len(images), "size": SIZE, "width": 1, "stem": "small"} | options
     path.mkdir(exist_ok=True)
     write_json(path / "config.json", dataclasses.asdict(run_plan(label_budget=budget, **settings)))
-    candidates = Candidates(path / "candidates.bin", len(images), (3, SIZE, SIZE))
-    candidates.offer(images, 0)
+    candidates = Candidates(path / "candidates.bin", -(-len(images) // clip), (3, SIZE, SIZE), clip=clip)
+    candidates.offer(images, 0, tracks)
     candidates.close()
     if step is not None:
         reach(path, step)

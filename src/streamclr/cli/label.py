@@ -31,6 +31,9 @@ class LabelTrainOptions:
         "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), or auto (the better one on "
         "labels held back)",
     )
+    spread: str | None = option(
+        None, "let a label count for the neighbouring frames of its scene too: on or off [as the run]"
+    )
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,13 @@ def import_command(config: LabelFileOptions) -> None:
 def train_command(config: LabelTrainOptions) -> None:
     if config.classifier not in CHOICES:
         raise UserError(f"no classifier {config.classifier!r}: {one_of(config.classifier, CHOICES)}")
+    if config.spread not in (None, "on", "off"):
+        raise UserError(f"spread is {config.spread!r}: use on or off")
     plan = RunDirectory.existing(config.run).config
     with _questions_of(config.run) as session:
         public = None if config.classifier == "linear" else public_model(plan)
-        _tell(session.train(config.classifier, public), session, config.run)
+        spread = None if config.spread is None else config.spread == "on"
+        _tell(session.train(config.classifier, public, spread), session, config.run)
 
 
 @contextmanager
@@ -82,4 +88,5 @@ def _tell(trained: Training | None, session: LabelSession, run: str) -> None:
     if told := session.message or trained.why:
         print(told)
     encoder = "" if session.model_of == FINISHED else f" ({session.model_of}: train again after it has learned more)"
-    print(f"classifier from {trained.n_labels} labels{accuracy}: streamclr predict {run} --source …{encoder}")
+    spread = f", spread to {trained.n_spread} neighbouring frames" if trained.n_spread else ""
+    print(f"classifier from {trained.n_labels} labels{spread}{accuracy}: streamclr predict {run} --source …{encoder}")

@@ -2,14 +2,12 @@
 
 import io
 import json
-import math
-import sqlite3
 import threading
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +20,17 @@ from streamclr.base.statistics import wilson
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
-from streamclr.labelling.candidates import Candidate, read_candidates
+from streamclr.labelling.candidates import Candidate, key_of, middle, read_clips
 from streamclr.labelling.order import asking_order
+from streamclr.labelling.spread import find_companions
 from streamclr.labelling.store import Answer, Labels, Question
 from streamclr.models.heads import PUBLIC, Heads
-from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.records.directory import RunDirectory
 from streamclr.records.label_budget import LabelBudget
+from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.stage_two import KINDS, Chosen, choose_classifier, cross_validate, fit_linear
 
 N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar images for each
-SESSION_SECONDS = 600.0  # after an answer no questions are replaced for so long, unless the run has ended
-LOOK_EVERY_SECONDS = 10.0  # for a new state of a run that is not finished
-FAILURES = (UserError, OSError, sqlite3.Error)  # after which the worker goes on
 
 
 @dataclass
@@ -42,11 +39,21 @@ class Training:
 
     classes: list[int]  # the number of each class in labels.sqlite
     probabilities: Tensor  # n questions x classes
-    n_labels: int
+    n_labels: int  # that a person gave
+    n_spread: int  # of other frames of the same scenes
     kind: str  # of KINDS
     why: str  # this kind was chosen; empty if it was not tried against another
     accuracy: float | None = None  # on labels that were held back; None while there are too few
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
+
+
+class Labelled(NamedTuple):
+    """What a classifier is trained on: images that a person labelled, then frames that their labels spread to."""
+
+    features: Tensor  # n x d
+    targets: Tensor
+    weights: Tensor
+    groups: Tensor
 
 
 class LabelSession:
@@ -60,6 +67,8 @@ class LabelSession:
         self.message = ""  # what is under way, or why nothing can be asked
         self.questions: list[Question] = []
         self.features = torch.empty(0, 0)  # n questions x d
+        self._model: ContrastiveModel | None = None  # that the features are from
+        self._companions: dict[str, Tensor] = {}  # features of a labelled question's companions, n x d, by its key
         self.trained: Training | None = None
         self.model_of = ""  # the state of the encoder that the features are from
         self.trained_on: tuple[int, dict[int, str]] | None = None  # the number of the last answer, and the class names
@@ -87,31 +96,37 @@ class LabelSession:
         features = self._features(model, torch.stack([self._image(q.key) for q in questions]), "features")
         with self._lock:
             self.questions, self.features, self.model_of = questions, features, model_of
+            self._model, self._companions = model, {}
             self.trained, self.trained_on = None, None
             self.message = self._explanation = explanation
 
     def _choose(self, model: ContrastiveModel, model_of: str) -> None:
         config = self.directory.config
-        candidates = read_candidates(self.directory.path / "candidates.bin")
-        if config.guards not in ("auto", "off") and candidates:
-            bad = unusable(torch.stack([candidate.image for candidate in candidates])).tolist()
-            candidates = [candidate for candidate, is_bad in zip(candidates, bad, strict=True) if not is_bad]
-        if not candidates:
+        clips = read_clips(self.directory.path / "candidates.bin")
+        if config.guards not in ("auto", "off") and clips:
+            clips = _usable(clips)
+        if not clips:
             raise UserError("no images to ask about yet: the run has only begun")
-        newest = candidates[-1].arrival
-        made_from = f"{model_of}, {len(candidates)} candidates up to image {newest}"
+        newest = clips[-1][-1].arrival
+        made_from = f"{model_of}, {len(clips)} candidates up to image {newest}"
         if self.labels.fact("made_from") == made_from:
             return
         stay = self.labels.lasting()  # exported to others, or answered
         pool = [Candidate(key, question.arrival, 0.0, self._image(key)) for key, question in stay.items()]
-        pool += [candidate for candidate in candidates if candidate.key not in stay]
+        clip_of = {middle(clip).key: clip for clip in clips if not any(frame.key in stay for frame in clip)}
+        pool += [middle(clip) for clip in clip_of.values()]
         assert config.label_budget is not None
         n_asked = min(max(LabelBudget.parse(config.label_budget).of(newest + 1), len(stay)), len(pool))
         features = self._features(model, torch.stack([one.image for one in pool]), "choosing what to ask")
         order = asking_order(features, n_asked, config.seed, known=torch.arange(len(pool)) < len(stay))
         ranked = enumerate(pool[row] for row in order.tolist())
         chosen = [(Question(one.key, one.arrival, rank), png(one.image)) for rank, one in ranked]
-        self.labels.ask(chosen, at_most=n_asked)  # others may have been answered meanwhile
+        new = [row for row in order.tolist() if row >= len(stay)]
+        asked, mean = [pool[row] for row in new], features.mean(0)
+        features_of = partial(self._features, model, what="neighbouring frames")
+        found = find_companions(asked, [clip_of[one.key] for one in asked], features[new], mean, features_of)
+        pictures = {key: [(one.arrival, png(one.image)) for one in own] for key, own in found.items()}
+        self.labels.ask(chosen, n_asked, pictures)  # others may have been answered meanwhile
         self.labels.note("made_from", made_from)
         if not self.labels.classes():
             for name in self.heads.class_names():
@@ -131,22 +146,31 @@ class LabelSession:
             parts.append(infer(model, part, model.features).cpu())
         return torch.cat(parts)
 
-    def train(self, classifier: str = "linear", public: ContrastiveModel | None = None) -> Training | None:
+    def train(
+        self, classifier: str = "linear", public: ContrastiveModel | None = None, spread: bool | None = None
+    ) -> Training | None:
         """Train a classifier on all labels so far and save it in the run; None while there are fewer than two classes.
 
         classifier: one of KINDS, or `auto` for the better one on labels held back.
         public: the encoder before it learned from the stream, as a further candidate.
+        spread: whether a label counts for the neighbouring frames of the same scene too; default: as the run says.
         """
         answers, names = self.labels.answers(), self.labels.classes()
         self._note = ""
-        trained = self._train(answers, names, classifier, public)
+        spread = self.directory.config.spread == "on" if spread is None else spread
+        trained = self._train(answers, names, classifier, public, spread)
         with self._lock:
             self.trained, self.trained_on = trained, (_last(answers), names)
             self.message = self._explanation or self._note
         return trained
 
     def _train(
-        self, answers: dict[str, Answer], names: dict[int, str], classifier: str, public: ContrastiveModel | None
+        self,
+        answers: dict[str, Answer],
+        names: dict[int, str],
+        classifier: str,
+        public: ContrastiveModel | None,
+        spread: bool,
     ) -> Training | None:
         keys = [question.key for question in self.questions]
         rows = [row for row, key in enumerate(keys) if key in answers and answers[key].kind == "label"]
@@ -160,8 +184,14 @@ class LabelSession:
         imported = self.labels.imported()
         group = [(a.number, keys[row] if a.number in imported else "") for row, a in zip(rows, given, strict=True)]
         groups = torch.tensor([sorted(set(group)).index(one) for one in group])
-        chosen, probabilities = self._chosen(classifier, public, rows, targets, len(classes), groups)
-        trained = Training(classes, probabilities, len(rows), chosen.kind, chosen.why)
+        companions = self._companions_of([keys[row] for row in rows]) if spread else []
+        # The label that each row has: its own, or that of the question which it is a companion of.
+        whose = torch.tensor([*range(len(rows)), *(i for i, own in enumerate(companions) for _ in own)])
+        weights = torch.ones(len(whose))
+        weights[len(rows) :] = SPREAD_WEIGHT
+        labelled = Labelled(torch.cat([self.features[rows], *companions]), targets[whose], weights, groups[whose])
+        chosen, probabilities = self._chosen(classifier, public, rows, labelled, len(classes))
+        trained = Training(classes, probabilities, len(rows), len(whose) - len(rows), chosen.kind, chosen.why)
         if chosen.n_held_back:
             trained.accuracy = chosen.accuracy
             trained.interval = wilson(chosen.right, chosen.n_held_back)
@@ -169,30 +199,44 @@ class LabelSession:
         return trained
 
     def _chosen(
-        self,
-        classifier: str,
-        public: ContrastiveModel | None,
-        rows: list[int],
-        targets: Tensor,
-        n_classes: int,
-        groups: Tensor,
+        self, classifier: str, public: ContrastiveModel | None, rows: list[int], labelled: Labelled, n_classes: int
     ) -> tuple[Chosen, Tensor]:
         """The classifier from these labels, and its probabilities for all questions."""
-        features = self.features[rows]
+        features, targets, weights, groups = labelled
         if classifier == "linear":
-            found = cross_validate(features, targets, n_classes, groups=groups)
-            head = fit_linear(features, targets, n_classes, decay=found.decay)
+            found = cross_validate(features, targets, n_classes, weights, groups)
+            head = fit_linear(features, targets, n_classes, weights, decay=found.decay)
             return Chosen("linear", head, "", right=found.right, n_held_back=found.n), head(self.features).softmax(1)
         model, model_of = self.directory.newest_model()
         if model_of != self.model_of:
             raise UserError(f"the run has learned on meanwhile, to {model_of}: try again")
         images = torch.stack([self._image(question.key) for question in self.questions])
+        shown = images[rows]
+        if len(targets) > len(rows):
+            keys = [self.questions[row].key for row in rows]
+            shown = torch.cat([shown, torch.stack([one for key in keys for one in self._companion_images(key)])])
         kinds = tuple(KINDS) if classifier == "auto" else (classifier,)
-        chosen = choose_classifier(
-            model, images[rows], targets, n_classes, groups=groups, public=public, kinds=kinds, features=features
-        )
+        chosen = choose_classifier(model, shown, targets, n_classes, weights, groups, public, kinds, features)
         own = self.features if chosen.model is None else self._features(chosen.model, images, "features")
         return chosen, chosen.head(own).softmax(1)
+
+    def _companions_of(self, keys: list[str]) -> list[Tensor]:
+        """The features of the companions of questions, n x d each; those of an answered question are kept."""
+        missing = {key: self._companion_images(key) for key in keys if key not in self._companions}
+        images = [image for own in missing.values() for image in own]
+        if images:
+            assert self._model is not None
+            found = self._features(self._model, torch.stack(images), "neighbouring frames")
+        else:
+            found = self.features[:0]
+        self._companions |= dict(zip(missing, found.split([len(own) for own in missing.values()]), strict=True))
+        return [self._companions[key] for key in keys]
+
+    def _companion_images(self, key: str) -> list[Tensor]:
+        """Without images that are asked about themselves, as in a second pass: they have answers of their own."""
+        asked = {question.key for question in self.questions}
+        images = [pixels(picture) for picture in self.labels.companions(key)]
+        return [image for image in images if key_of(image) not in asked]
 
     def _save(self, trained: Training, chosen: Chosen, classes: list[str], is_asked: bool) -> None:
         """Save the classifier, unless nobody asked for it and a fine-tuned one of the same classes is better."""
@@ -206,7 +250,7 @@ class LabelSession:
         encoder = PUBLIC if chosen.is_public else self.model_of
         n_labels = trained.n_labels
         n_tested = chosen.n_held_back if is_asked else None
-        parts = chosen.head, classes, encoder, n_labels, accuracy, n_tested, chosen.kind, chosen.model
+        parts = chosen.head, classes, encoder, n_labels, accuracy, n_tested, chosen.kind, chosen.model, trained.n_spread
         self.heads.save_labelled(*parts)
         if accuracy is not None:
             history = [point for point in self.history() if point[0] < n_labels]
@@ -280,65 +324,16 @@ class LabelSession:
         return {"class": self.trained.classes[int(best)], "probability": round(float(probability), 4)}
 
 
-class Worker:
-    """Prepares the questions and trains the head again after every answer, in a thread of its own."""
-
-    def __init__(self, session: LabelSession):
-        self.session = session
-        self._wake = threading.Event()
-        self._ends = self._opened = self._held_back = False
-        self._thread = threading.Thread(target=self._work, name="labelling", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def look_anew(self) -> None:
-        """Somebody opens the page: use what the run has learned meanwhile."""
-        self._opened = True
-        self.wake()
-
-    def close(self) -> None:
-        self._ends = True
-        self.wake()
-        self._thread.join(30)
-        self.session.close()
-
-    def _work(self) -> None:
-        looked = -math.inf
-        while not self._ends:
-            try:
-                if self._opened or time.monotonic() - looked > LOOK_EVERY_SECONDS:
-                    looked = time.monotonic()
-                    self._prepare_if_due()
-                if self.session.is_behind():
-                    self.session.train()
-            except FAILURES as error:  # a full disk may have room the next time
-                self.session.message = f"the classifier is not saved ({error})"
-            self._wake.wait(LOOK_EVERY_SECONDS)
-            self._wake.clear()
-
-    def _prepare_if_due(self) -> None:
-        """Prepare while there are no questions, and with a new encoder when the run has ended or somebody opens the
-        page. Questions that another process has chosen are taken over."""
-        session, opened = self.session, self._opened
-        if opened:  # else a page that is opened right now would be missed
-            self._opened = False
-        try:
-            newest = session.directory.newest_encoder()
-            is_new = newest not in (None, session.model_of) or self._held_back
-            if not session.questions or (is_new and (opened or newest == FINISHED)):
-                in_use = bool(session.questions) and newest != FINISHED and session.labels.quiet() < SESSION_SECONDS
-                session.prepare(choose_anew=not in_use)
-                self._held_back = in_use
-            elif session.questions != session.labels.questions():
-                session.prepare(choose_anew=False)
-        except FAILURES as error:
-            session.message = str(error)
-
-
 def _last(answers: dict[str, Answer]) -> int:
     return max((answer.number for answer in answers.values()), default=0)
+
+
+def _usable(clips: list[list[Candidate]]) -> list[list[Candidate]]:
+    """Without frames that are black, noise or smears; a clip may end up without any."""
+    bad = unusable(torch.stack([frame.image for clip in clips for frame in clip])).tolist()
+    is_bad = iter(bad)
+    kept = [[frame for frame in clip if not next(is_bad)] for clip in clips]
+    return [clip for clip in kept if clip]
 
 
 def png(image: Tensor) -> bytes:

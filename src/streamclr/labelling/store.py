@@ -4,7 +4,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,13 @@ CREATE TABLE IF NOT EXISTS questions (
   arrival INTEGER NOT NULL,  -- its number in the stream
   rank INTEGER NOT NULL,     -- the order in which to ask
   picture BLOB NOT NULL      -- PNG
+) WITHOUT ROWID;
+-- Frames of the same scene as a question: they get its answer, and go with it.
+CREATE TABLE IF NOT EXISTS companions (
+  key TEXT NOT NULL REFERENCES questions ON DELETE CASCADE,
+  arrival INTEGER NOT NULL,
+  picture BLOB NOT NULL,
+  PRIMARY KEY (key, arrival)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS classes (id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE);
 -- A request has a name that its sender makes, so that one that is sent twice counts once.
@@ -107,28 +114,45 @@ class Labels:
     def picture(self, key: str) -> bytes | None:
         return self._value("SELECT picture FROM questions WHERE key = ?", key)
 
+    def companions(self, key: str) -> list[bytes]:
+        """The pictures of the frames that get the answer to this question too, in the order of the stream."""
+        rows = self._read("SELECT picture FROM companions WHERE key = ? ORDER BY arrival", key)
+        return [picture for (picture,) in rows]
+
     def lasting(self) -> dict[str, Question]:
         """The questions that are never replaced: answered or exported ones."""
         answered = {key for (key,) in self._read("SELECT DISTINCT key FROM answers")}
         given = self.fact("given") is not None
         return {question.key: question for question in self.questions() if given or question.key in answered}
 
-    def ask(self, questions: Iterable[tuple[Question, bytes]], at_most: int | None = None) -> None:
-        """Replace the questions by these, each with its picture. Lasting questions stay.
+    def ask(
+        self,
+        questions: Iterable[tuple[Question, bytes]],
+        at_most: int | None = None,
+        companions: Mapping[str, Sequence[tuple[int, bytes]]] | None = None,
+    ) -> None:
+        """Replace the questions by these, each with its picture. Lasting questions stay, with their companions.
 
         at_most: with those that stay; the last of the new ones are left out.
+        companions: of new questions, by key: the numbers in the stream and the pictures.
         """
         with self._change() as db:
             if not db.execute("SELECT 1 FROM facts WHERE name = 'given'").fetchone():
                 db.execute("DELETE FROM questions WHERE key NOT IN (SELECT key FROM answers)")
             known = {key for (key,) in db.execute("SELECT key FROM questions")}
             for question, picture in questions:
-                if question.key in known or at_most is None or len(known) < at_most:
+                is_new = question.key not in known
+                if not is_new or at_most is None or len(known) < at_most:
                     known.add(question.key)
                     db.execute(
                         "INSERT INTO questions (key, arrival, rank, picture) VALUES (?, ?, ?, ?) "
                         "ON CONFLICT (key) DO UPDATE SET rank = excluded.rank",
                         (*question, picture),
+                    )
+                    own = (companions or {}).get(question.key, ()) if is_new else ()
+                    db.executemany(
+                        "INSERT OR REPLACE INTO companions (key, arrival, picture) VALUES (?, ?, ?)",
+                        [(question.key, arrival, companion) for arrival, companion in own],
                     )
 
     def note(self, name: str, value: str) -> None:

@@ -36,6 +36,7 @@ class HeadInfo(NamedTuple):
     fraction: float | None = None  # of the source's own labels
     kind: str = "linear"  # finetuned: its encoder was trained with it
     below: str = ""  # how the names of its tensors begin in the file
+    n_spread: int = 0  # labels of neighbouring frames beside those given
     has_encoder: bool = False  # of its own, so that it does not matter what the run has learned since
 
     @property
@@ -102,6 +103,7 @@ class Heads:
             measured=f"{n_tested} held back of {labels}" if n_tested else f"cross-validation of {labels}",
             encoder=about["encoder"],
             kind=about.get("classifier", "linear"),
+            n_spread=about.get("n_spread", 0),
             has_encoder=any(name.startswith(MODEL) for name in tensor_names(self.labelled_file)),
         )
 
@@ -236,15 +238,17 @@ class Heads:
         n_tested: int | None = None,
         kind: str = "linear",
         model: ContrastiveModel | None = None,
+        n_spread: int = 0,
     ) -> None:
         """The head from a person's answers.
 
         encoder: the state of the encoder that it was trained on.
         n_tested: labels that were held back for the accuracy; None: all, a part at a time.
         model: with an encoder of its own.
+        n_spread: neighbouring frames that the labels were spread to.
         """
         about = {"classes": classes, "encoder": encoder, "n_labels": n_labels, "accuracy": accuracy}
-        about |= {"n_tested": n_tested, "classifier": kind}
+        about |= {"n_tested": n_tested, "classifier": kind, "n_spread": n_spread}
         save_tensors(self.labelled_file, _tensors_of(head, model), about=json.dumps(about))
 
     def forget_labelled(self) -> None:

@@ -7,7 +7,10 @@ import numpy as np
 
 from streamclr.base.errors import UserError
 
-N_CANDIDATES_EACH = 8  # candidates for every image that is asked about, where the disk has room for them
+CLIP = 8  # consecutive frames that are kept together: an answer to one of them counts for those of the same scene
+N_CANDIDATES_EACH = 8  # clips for every image that is asked about, where the disk has room for them
+MIN_CANDIDATES_EACH = 2  # with fewer, clips are shorter
+N_ASKED_OF_SHARE = 100  # images, for the length of the clips of a stream without an end: nobody knows how many to come
 
 
 class LabelBudget(NamedTuple):
@@ -34,6 +37,17 @@ class LabelBudget(NamedTuple):
 def n_candidates_that_fit(n_bytes: int, side: int) -> int:
     """How many candidates of `side` pixels fit into a file of this size."""
     return max(0, (n_bytes - HEADER_SIZE) // record_size((3, side, side)))
+
+
+def clips_that_fit(n_frames: int, n_asked: int | None) -> tuple[int, int]:
+    """How many clips to keep, and how many frames each has.
+
+    n_frames: that fit on the disk, or that the stream has, if it has fewer.
+    n_asked: images to ask about; None: a share of a stream without an end.
+    """
+    length = max(1, min(CLIP, n_frames // (MIN_CANDIDATES_EACH * (n_asked or N_ASKED_OF_SHARE))))
+    n_clips = n_frames // length
+    return n_clips if n_asked is None else min(n_clips, N_CANDIDATES_EACH * n_asked), length
 
 
 HEADER_SIZE, DIGEST_SIZE = 4096, 16

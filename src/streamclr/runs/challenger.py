@@ -19,10 +19,12 @@ from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier, draw_labelled
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.labelling.candidates import key_of
 from streamclr.labelling.session import pixels
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.plan import RunPlan
+from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.stage_two import fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.stream import Stream
@@ -40,10 +42,13 @@ FAILURES = (UserError, OSError, sqlite3.Error)  # that are reported; the next en
 
 
 class Answers:
-    """A person's labels, from labels.sqlite of a run; other processes write it."""
+    """A person's labels, from labels.sqlite of a run; other processes write it.
 
-    def __init__(self, path: Path):
-        self.path = path
+    spread: a label counts for the neighbouring frames of the same scene too.
+    """
+
+    def __init__(self, path: Path, spread: bool = True):
+        self.path, self.spread = path, spread
         self._labels: Labels | None = None
         self._change: int | None = None  # at the last read
 
@@ -74,6 +79,11 @@ class Answers:
         found = {key: pixels(picture) for key, picture in pictures.items() if picture is not None}
         return torch.stack(list(found.values())) if found else torch.empty(0), list(found)
 
+    def companions(self, key: str) -> list[Tensor]:
+        """The frames of the same scene, which have the same label."""
+        assert self._labels is not None
+        return [pixels(picture) for picture in self._labels.companions(key)] if self.spread else []
+
     def close(self) -> None:
         if self._labels is not None:
             self._labels.close()
@@ -97,6 +107,10 @@ class DatasetLabels:
         images, good, _ = readable(self._source, np.array([int(key) for key in keys]))
         return torch.from_numpy(images), [str(number) for number in good.tolist()]
 
+    def companions(self, key: str) -> list[Tensor]:
+        """None: a label of a dataset counts for its image alone."""
+        return []
+
     def close(self) -> None:
         pass
 
@@ -104,7 +118,7 @@ class DatasetLabels:
 def labels_at_hand(plan: RunPlan, path: Path, stream: Stream) -> Answers | DatasetLabels | None:
     """A person's labels, if one is asked; else those of the source, by the run's largest label fraction."""
     if plan.label_budget is not None:
-        return Answers(path / "labels.sqlite")
+        return Answers(path / "labels.sqlite", plan.spread == "on")
     train = stream.train
     if train is None:
         return None
@@ -297,7 +311,13 @@ class Challenger:
             raise UserError("labelled images of fewer than two classes can be read")
         targets = torch.tensor([classes.index(class_of[key]) for key in trained_on])
         known = torch.cat(features)
-        head = fit_linear(known[[rows[key] for key in trained_on]], targets, len(classes))
+        given = known[[rows[key] for key in trained_on]]
+        companions, places = self._companions(model, trained_on, frozenset(class_of))
+        whose = torch.tensor([*range(len(given)), *places])  # the label that each row has
+        counts = torch.ones(len(whose))
+        counts[len(given) :] = SPREAD_WEIGHT
+        spread = torch.cat([given, *companions])
+        head = fit_linear(spread, targets[whose], len(classes), weights=counts, groups=whose)
         measured = sorted(held & rows.keys())
         probabilities = head(known[[rows[key] for key in measured]]).softmax(1)
         found = score(probabilities, classes, [class_of[key] for key in measured])
@@ -311,6 +331,24 @@ class Challenger:
             parts.append(version.probabilities(images))
             truth += [class_of[key] for key in good]
         return score(torch.cat(parts), version.classes, truth)
+
+    def _companions(
+        self, model: ContrastiveModel, keys: list[str], labelled: frozenset[str]
+    ) -> tuple[list[Tensor], list[int]]:
+        """The features of the frames that labels spread to, n x d each, and the place in `keys` of the label of each.
+
+        labelled: frames that have labels of their own.
+        """
+        assert self.labels is not None
+        features, places = [], list[int]()
+        for place, key in enumerate(keys):
+            if self._ends:
+                raise Ended
+            images = [image for image in self.labels.companions(key) if key_of(image) not in labelled]
+            if images:
+                features.append(infer(model, torch.stack(images), model.features).cpu())
+                places += [place] * len(images)
+        return features, places
 
     def _batches(self, keys: list[str]) -> Iterator[tuple[Tensor, list[str]]]:
         assert self.labels is not None

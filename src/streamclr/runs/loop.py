@@ -14,7 +14,7 @@ from torch import Tensor
 from streamclr.base.errors import LostRank, NotFinite, UserError
 from streamclr.base.progress import Progress, say
 from streamclr.guards import Guarded
-from streamclr.labelling.candidates import open_candidates
+from streamclr.labelling.candidates import UNKNOWN, open_candidates
 from streamclr.learner import Learner, Step
 from streamclr.models.versions import Versions
 from streamclr.records.checkpoints import Pace
@@ -101,7 +101,7 @@ class Loop:
             self.metrics = None if plan.metrics is None else stack.enter_context(closing(Metrics(plan.metrics)))
             if self.metrics:
                 say(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics")
-            self.candidates = open_candidates(self.directory.path, plan)
+            self.candidates = open_candidates(self.directory.path, plan, stream.epoch)
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
             if plan.serve:
@@ -213,8 +213,13 @@ class Loop:
     def _offer(self, images: Any) -> None:
         """Offer the images as candidates for labelling."""
         if self.candidates:
+            n_seen = self.learner.buffer.n_seen
+            first = n_seen - len(images)
+            tracks = self.stream.tracks(torch.arange(first, n_seen))
+            if tracks is not None and self.stream.live:  # scenes by pixels: only those that are apart are known
+                tracks = UNKNOWN - 1 - (first + tracks)  # each segment has numbers of its own
             try:
-                self.candidates.offer(images, self.learner.buffer.n_seen - len(images))
+                self.candidates.offer(images, first, tracks)
             except OSError as error:
                 self._tell(f"the label queue cannot be written ({error.strerror})")
                 self.candidates = None

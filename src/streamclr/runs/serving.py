@@ -41,6 +41,7 @@ class ReadSegment:
     images: Tensor  # empty: the stream has ended
     state: dict[str, Any]  # of the stream after it
     account: Account  # of the frames since the segment before
+    tracks: Tensor | None  # of the images of cameras, which are known until the next segment is read
 
 
 class PredictingStream(Stream):
@@ -62,6 +63,7 @@ class PredictingStream(Stream):
         self._predictions: Journal | None = None
         self._events: deque[tuple[str, str]] = deque()
         self._connections: dict[str, tuple[bool, int]] = {}
+        self._tracks: Tensor | None = None  # of the last segment that was handed out, of cameras
         self.load_state_dict(stream.state_dict())
 
     @property
@@ -72,7 +74,9 @@ class PredictingStream(Stream):
         return self.stream.labels(arrivals)
 
     def tracks(self, arrivals: Tensor) -> Tensor | None:
-        return self.stream.tracks(arrivals)
+        if not self.live:
+            return self.stream.tracks(arrivals)
+        return None if self._tracks is None else self._tracks[arrivals - (self.position - len(self._tracks))]
 
     def take_events(self) -> list[tuple[str, str]]:
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -145,6 +149,7 @@ class PredictingStream(Stream):
             self.position += len(images)
         else:
             self.position = part.state["position"]
+        self._tracks = None if part.tracks is None else part.tracks[: len(images)]
         self._state = part.state
         self.account.add(part.account)
         return images
@@ -227,13 +232,15 @@ class PredictingStream(Stream):
             account.passed.subtract({"stopped": n_given_back})
             account.passed["learner stopped"] += n_given_back
         self._n_classified = self._n_written = 0
+        numbers = torch.arange(self.stream.position - len(images), self.stream.position)
+        tracks = self.stream.tracks(numbers) if self.live and len(images) else None
         with self._change:
             if self._drops and self._ready and len(images):
                 old = self._ready.popleft()
                 old.account.pass_over(len(old.images), "learner busy")
                 old.account.add(account)
                 account = old.account
-            self._ready.append(ReadSegment(images, self.stream.state_dict(), account))
+            self._ready.append(ReadSegment(images, self.stream.state_dict(), account, tracks))
             self._change.notify_all()
             if not self._drops:
                 self._change.wait_for(lambda: not self._ready or self._ends)

@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from streamclr.base.errors import UserError
-from streamclr.labelling.session import Worker
 from streamclr.labelling.store import MAX_NAME_LENGTH, Conflict, Missing
+from streamclr.labelling.worker import Worker
 from streamclr.web.site import MAX_CLIENTS, Site
 from streamclr.web.view import shown
 

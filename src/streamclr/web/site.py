@@ -10,7 +10,8 @@ from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import say
-from streamclr.labelling.session import LabelSession, Worker
+from streamclr.labelling.session import LabelSession
+from streamclr.labelling.worker import Worker
 from streamclr.runs.status import look
 from streamclr.web.view import RunView, columns, find_runs, shown, thinned
 from streamclr.web.wall import Wall
