@@ -73,11 +73,9 @@ from pathlib import Path
 from streamclr import Learner
 from streamclr.compute.memory import MIB, peak, resident
 from streamclr.encoders.architecture import Architecture
-from streamclr.encoders.stages import set_trained
 from streamclr.records.checkpoints import Checkpoints
 model = Architecture.resolve({encoder}).make_model()
-set_trained(model, {train!r})
-learner = Learner(model, buffer=64, device="cpu", memory="100G")
+learner = Learner(model, train={train!r}, buffer=64, device="cpu", memory="100G")
 images = torch.randint(256, (64, 3, {size}, {size}), dtype=torch.uint8)
 learner.fit(images.shape)
 learner.memory, learner.plan = resident() + {extra} * MIB, None

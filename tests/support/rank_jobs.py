@@ -10,7 +10,6 @@ from streamclr.compute.ranks import Ranks
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import resnet18
-from streamclr.encoders.stages import set_trained
 from streamclr.learner import Learner
 from streamclr.policy import FIFOReplace
 from streamclr.views import StrongViews
@@ -40,8 +39,8 @@ def learner(ranks, norm, n, dtype=torch.float32, train="all", projection="plain"
     """n: images of a step on all ranks together."""
     with seeded(3 + ranks.index):  # the first rank's weights become those of all
         model = ContrastiveModel(resnet18(8, "small", norm), projection=projection).to(dtype)
-    set_trained(model, train)
-    made = Learner(model, FIFOReplace(), n // ranks.n, views=RankViews(ranks, dtype), seed=3, device="cpu")
+    views = RankViews(ranks, dtype)
+    made = Learner(model, FIFOReplace(), n // ranks.n, views=views, train=train, seed=3, device="cpu")
     made.join(ranks)
     made.generator.manual_seed(3)  # the same on all ranks: each takes its rows of one draw
     return made
