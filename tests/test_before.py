@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamclr.cli.entry import main
+from streamclr.labelling.candidates import read_candidates, read_clips
 from streamclr.labelling.session import LabelSession
 from streamclr.records.directory import RunDirectory
 
@@ -96,7 +97,12 @@ def test_a_stopped_run_goes_on(home, capsys):
         "--source synthetic: --width 1 --buffer 16 --segment 16 --probes 0 --size 12 --checkpoint-steps 4 "
         "--images 480 --fractions 0.1 --rescore-every 4 --guards on --label-budget 8 --label-disk 12K --duty 20%"
     )
+    before = [one.arrival for one in read_candidates(home / "stopped" / "candidates.bin")]
     assert main(["run", *options.split(), "--out", "stopped"]) == 0
+    clips = read_clips(home / "stopped" / "candidates.bin")
+    assert {len(clip) for clip in clips} == {1}  # the label queue goes on with single frames
+    assert max(before) < 208 < max(clip[0].arrival for clip in clips)
+    assert any(clip[0].arrival in before for clip in clips)
     assert "after step 13" in capsys.readouterr().err
     results = json.loads((home / "stopped" / "results.json").read_text())
     assert (results["steps"], results["images"]) == (30, 480)

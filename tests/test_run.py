@@ -201,7 +201,7 @@ def test_no_room_for_the_label_queue_leaves_nothing_behind(config, tmp_path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("streamclr.labelling.candidates.os.posix_fallocate", full)
-    with pytest.raises(UserError, match="no room for 16 candidates"):
+    with pytest.raises(UserError, match="no room for 40 candidates"):
         run(dataclasses.replace(config, label_budget="2"))
     assert not (tmp_path / "run").exists()
 

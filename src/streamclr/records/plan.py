@@ -55,7 +55,10 @@ class RunPlan(RunOptions):
             content = {**content, "guards": "off"}
         if content.get("init") is None:  # of an earlier version, which had no public weights by name
             content = {**content, "init": "random"}
-        return cls(**content)
+        # Nor had it other recipes than the paper's, so that a run which was left unfinished goes on with that.
+        usual = {name: value for name, value in FROM_SCRATCH.as_options().items() if content.get(name) is None}
+        plan = cls(**{**content, **usual})
+        return plan if plan.projection else dataclasses.replace(plan, projection=plan.architecture.projection)
 
     @property
     def views(self) -> StrongViews:
