@@ -150,7 +150,7 @@ def test_the_encoder_is_frozen_in_stage_two(model):
 
 def test_features_are_computed_in_eval_mode_and_not_augmented(model):
     images = coloured(40)
-    features, labels, numbers = extract(model, images)
+    features, labels, numbers, _ = extract(model, images)
     model.eval()
     with torch.no_grad():
         expected = model.features(torch.from_numpy(images.images(np.arange(40))) / 255)

@@ -75,7 +75,7 @@ QUICK = ["--images", "300", "--seeds", "1"]
 
 TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy"), pytest.mark.system)  # tens of runs
 TIER |= dict.fromkeys(
-    ("stc", "large-buffer", "sweep", "unusable", "fleet"), pytest.mark.long
+    ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt"), pytest.mark.long
 )  # of the same kind, or minutes
 
 

@@ -244,7 +244,7 @@ def test_a_bad_file_is_left_out_of_stage_two(tmp_path, model, capsys):
     (tmp_path / "bee" / "4.png").write_bytes(b"")
     source = open_stream(f"folder:{tmp_path}").source
     for _ in range(2):
-        features, labels, numbers = extract(model, source.train)
+        features, labels, numbers, _ = extract(model, source.train)
     assert len(features) == len(numbers) == 23
     assert labels.bincount().tolist() == [8, 7, 8]
     said = capsys.readouterr().err

@@ -370,6 +370,7 @@ def test_a_real_clip_with_labels_that_come_while_it_learns(tmp_path):
     path = tmp_path / "run"
     words = ["run", "--source", str(DOG), "--size", "32", "--buffer", "32", "--segment", "16", "--batch", "16"]
     words += ["--width", "4", "--label-budget", "40", "--checkpoint-steps", "2", "--predict", "--out", str(path)]
+    words += ["--label-disk", "256K"]  # no room for neighbouring frames: all questions are there from the start
     command = [sys.executable, "-c", STAGED, str(path), *words]
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)

@@ -76,7 +76,7 @@ def train_command(config: LabelTrainOptions) -> None:
 @contextmanager
 def _questions_of(run: str) -> Iterator[LabelSession]:
     with closing(LabelSession(RunDirectory.existing(run))) as session:
-        session.prepare(choose_anew=False)
+        session.prepare(choose_anew=session.is_short)
         yield session
 
 

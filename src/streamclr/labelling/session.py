@@ -78,6 +78,12 @@ class LabelSession:
     def close(self) -> None:
         self.labels.close()
 
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer questions were chosen than the budget allows: the run may have seen more frames since."""
+        budget = LabelBudget.parse(self.directory.config.label_budget or "1").images
+        return budget is not None and len(self.labels.questions()) < budget
+
     def prepare(self, choose_anew: bool = True) -> None:
         """Choose the questions with the newest encoder and compute their features.
 
