@@ -35,8 +35,7 @@ SCALES = {
 BUFFER = 256  # images in the buffer, unless an experiment says otherwise
 # What the time of a step depends on.
 KIND_FIELDS = (
-    "encoder init width stem norm projection train size policy buffer batch segment rescore_every positives lr "
-    "temperature device"
+    "encoder init width stem norm projection train size policy buffer batch segment rescore_every positives device"
 ).split()
 T = TypeVar("T")
 
@@ -166,7 +165,7 @@ class Lab:
         with Progress("timing a step of each kind", None):
             seconds = 0.0
             for plan in learned:
-                kind = RunPlan(**{name: plan[name] for name in KIND_FIELDS}, guards="off")
+                kind = RunPlan(**{name: plan[name] for name in KIND_FIELDS}, guards="off", lr=1e-4, temperature=0.5)
                 seconds += -(-plan["images"] // plan["segment"]) * _step_seconds(kind)
         torch.cuda.empty_cache()  # the job on the first GPU needs the memory
         n_workers = min(self.place.workers, len(learned))
