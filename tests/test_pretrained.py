@@ -9,6 +9,7 @@ import shutil
 import stat
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,6 +251,16 @@ class ResNet18(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
+def run_the_card(monkeypatch, **models):
+    """Run the code on the card in the working directory, as it stands there, with these models as torchvision's."""
+    (code,) = re.findall("```python\n(import torch\n.*?)```", Path("README.md").read_text(), re.DOTALL)
+    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace(models=types.SimpleNamespace(**models)))
+    found = {"images": pictures(4, 32)}
+    with torch.no_grad():
+        exec(code, found)
+    return found
+
+
 @pytest.mark.parametrize(
     ("stem", "norm"), [("imagenet", "batch"), ("small", "batch"), ("half", "batch"), ("imagenet", "group")]
 )
@@ -257,13 +268,8 @@ def test_torchvisions_definition_takes_it(stem, norm, tmp_path, monkeypatch):
     """By the code on the card, as it stands there."""
     model = made(64, 32, stem=stem, norm=norm)
     save_pretrained(model, tmp_path / "m")
-    (code,) = re.findall("```python\n(import torch\n.*?)```", (tmp_path / "m" / "README.md").read_text(), re.DOTALL)
-    models = types.SimpleNamespace(resnet18=ResNet18)
-    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace(models=models))
     monkeypatch.chdir(tmp_path / "m")
-    found = {"images": pictures(4, 32)}
-    with torch.no_grad():
-        exec(code, found)
+    found = run_the_card(monkeypatch, resnet18=ResNet18)
     loaded = from_pretrained(".")
     torch.testing.assert_close(found["logits"].softmax(1), loaded(found["images"])[0], atol=1e-4, rtol=0)
     with torch.no_grad():  # without rounding it is the same function
@@ -294,13 +300,9 @@ class TorchvisionsMobileNetV2(nn.Module):
 def test_torchvisions_mobilenet_takes_it(tmp_path, monkeypatch):
     """By the code on the card, as it stands there."""
     save_pretrained(made(None, 32, "mobilenet_v2", None, None), tmp_path / "m")
-    (code,) = re.findall("```python\n(import torch\n.*?)```", (tmp_path / "m" / "README.md").read_text(), re.DOTALL)
-    models = types.SimpleNamespace(mobilenet_v2=TorchvisionsMobileNetV2)
-    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace(models=models))
     monkeypatch.chdir(tmp_path / "m")
-    found = {"images": pictures(4, 32)}
+    found = run_the_card(monkeypatch, mobilenet_v2=TorchvisionsMobileNetV2)
     with torch.no_grad():
-        exec(code, found)
         loaded = from_pretrained(".")
         images = ((found["images"] / 255 - found["mean"]) / found["std"]).double()
         exact = loaded.classifier.double().head(loaded.encoder.eval()(images))
