@@ -168,6 +168,34 @@ def test_the_order_of_tracks_changes_with_pass_and_seed_alone():
     assert indices(tracked([3] * 20, seed=1, order="tracks").read(60)) != passes[:60]
 
 
+@settings(max_examples=25)
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=12), seed=st.integers(0, 9))
+def test_pairs_of_a_track_in_random_order(lengths, seed):
+    s, n = tracked(lengths, seed, order="pairs"), sum(lengths)
+    seen, tracks = indices(s.read(2 * n)), s.tracks(torch.arange(2 * n)).tolist()
+    for first in (0, n):
+        assert sorted(seen[first : first + n]) == list(range(n))
+        runs = run_lengths(tracks[first : first + n])
+        singles = {7 * (i + 1) for i, length in enumerate(lengths) if length % 2}  # left over
+        assert {track for track, length in runs if length % 2} <= singles
+
+
+def test_pairs_of_a_track_are_apart():
+    tracks = tracked([10] * 50, order="pairs").tracks(torch.arange(500))
+    assert (tracks[::2] == tracks[1::2]).all()
+    assert (tracks[2::2] == tracks[1:-1:2]).sum() < 25  # 1 in 50 by chance
+
+
+@pytest.mark.parametrize(
+    ("options", "in_time"),
+    [({}, True), ({"order": "tracks"}, True), ({"order": "pairs"}, True), ({"order": "iid"}, False)],
+)
+def test_whether_images_come_in_the_order_of_time(options, in_time):
+    assert tracked([3, 3], **options).in_time is in_time
+    assert not stream([5, 5], 2).in_time
+    assert stream([5, 5], None).shard(0, 2, 2).in_time
+
+
 def test_order_iid_is_stc_1():
     assert indices(stream([20] * 4, None, 3, order="iid").read(160)) == indices(stream([20] * 4, 1, 3).read(160))
 

@@ -184,14 +184,14 @@ def test_bad_configurations_leave_nothing_behind(config, tmp_path, change, told)
 )
 def test_a_label_budget_is_a_number_where_the_stream_has_an_end(config, budget, images, epoch, asked):
     """A share is of one pass over the images: the second shows nothing new."""
-    stream = SimpleNamespace(epoch=epoch, n_images=None, live=False, size=16)
+    stream = SimpleNamespace(epoch=epoch, n_images=None, live=False, size=16, in_time=False)
     filled = resolve(dataclasses.replace(config, label_budget=budget, images=images), stream)
     assert filled.label_budget == asked
     assert resolve(filled, stream) == filled  # as it is when the run goes on
 
 
 def test_a_label_budget_of_a_stream_without_an_end_stays_a_share(config):
-    stream = SimpleNamespace(epoch=None, n_images=None, live=True, size=16)
+    stream = SimpleNamespace(epoch=None, n_images=None, live=True, size=16, in_time=True)
     assert resolve(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
     assert resolve(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
 
@@ -286,6 +286,28 @@ def test_epochs_are_passes_over_the_dataset(config):
     for epochs, images in ((None, 40), (2, 80), (0.5, 20)):
         asked = dataclasses.replace(config, images=None, epochs=epochs)
         assert resolve(asked, open_run_stream(asked)).images == images
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "positives"),
+    [
+        ({"source": "synthetic:"}, 64, "time"),
+        ({"source": "synthetic:?size=48"}, 48, "time"),
+        ({"source": "synthetic:", "size": 80}, 80, "time"),
+        ({"source": "synthetic:", "encoder": "resnet18"}, 32, "views"),
+        ({"source": "synthetic:", "width": 8, "positives": "time"}, 32, "time"),
+    ],
+)
+def test_a_public_encoder_gets_images_that_it_can_use(asked, size, positives):
+    options = RunOptions(**asked)
+    plan = resolve(options, open_run_stream(options))
+    assert (plan.size, plan.positives) == (size, positives)
+
+
+def test_shuffled_images_have_no_neighbours(config):
+    """Runs of one class look like time, but the next image is another object of the class."""
+    asked = dataclasses.replace(config, width=None, stem=None, images=64, size=64)
+    assert resolve(asked, open_run_stream(asked)).positives == "views"
 
 
 def test_a_plan_has_no_defaults_left_to_fill_in(config):

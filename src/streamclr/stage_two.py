@@ -27,8 +27,8 @@ MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 2  # on average; with fewer, none is held 
 MAX_LABELS_FOLDED = 2000  # with more, one fold of them is enough to choose by
 
 # Of fine-tuning.
-LR = 1e-3
-STEPS = 420
+LR = 2e-3
+MIN_STEPS, MAX_STEPS, EPOCHS = 420, 840, 20  # as many steps as there are in these epochs of the given labels
 WARM_UP_STEPS = 10
 BATCH_SIZE = 64  # images
 WEIGHT_DECAY = 1e-4
@@ -200,7 +200,7 @@ def fine_tune(
     labels: Tensor,
     n_classes: int,
     weights: Tensor | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
     lr: float = LR,
     seed: int = 0,
     quiet: bool = False,
@@ -214,6 +214,7 @@ def fine_tune(
     images: uint8, n x 3 x H x W; or a function that gives those of row numbers, if they do not fit into memory.
     weights: an image is drawn as often as its weight says. As factors of the loss they would give the same gradient on
         average, from batches that are filled with images that hardly count.
+    steps: updates; default: more of them with more labels that a person gave.
     train: the part of the encoder that learns, see `set_trained`.
     head: `zeros`, or `linear` to begin with `fit_linear` on the features of the model.
     flip: whether views may be mirrored, which changes the meaning of signs and text.
@@ -223,6 +224,8 @@ def fine_tune(
     weights = _checked_weights(weights, labels)
     if head not in ("zeros", "linear"):
         raise UserError(f"head is {head!r}: use 'zeros' or 'linear'")
+    if steps is None:
+        steps = min(MAX_STEPS, max(MIN_STEPS, EPOCHS * int((weights >= 1).sum()) // BATCH_SIZE))
     if steps < 1:
         raise UserError(f"steps is {steps}: use at least 1")
     device = model.mean.device

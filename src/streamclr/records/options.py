@@ -24,7 +24,7 @@ class SourceOptions:
 class StreamOptions(SourceOptions):
     """The stream of images that a source is read as."""
 
-    size: int | None = option(None, "side of the images in pixels [the source's own]")
+    size: int | None = option(None, "side of the images in pixels [the source's own; at least 64 for a public encoder]")
     stc: int | None = option(None, "consecutive images of one class [the source's own]")
 
 
@@ -101,7 +101,9 @@ class ModelOptions:
         None, f"of the loss [{ADAPT.temperature:g} for a public encoder, {FROM_SCRATCH.temperature:g} from scratch]"
     )
     positives: str | None = option(
-        None, "contrast two views of one frame (views), or of two neighbouring ones (time) [time for a public encoder]"
+        None,
+        "contrast two views of one frame (views), or of two neighbouring ones (time) [time for a public encoder, "
+        "unless the images were shuffled]",
     )
     train: str | None = option(
         None, f"which parts of the encoder learn: all, norms, or its last N stages [{ADAPT.train} for a public encoder]"

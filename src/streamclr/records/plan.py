@@ -20,6 +20,9 @@ from streamclr.streams.spec import absolute_source, split_source, takes
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
 from streamclr.views import StrongViews
 
+# A public encoder has learned from larger images: at 32 px the last stage of MobileNetV2 is left with one pixel.
+MIN_SIZE = 64
+
 
 @dataclass(frozen=True)
 class RunPlan(RunOptions):
@@ -70,9 +73,13 @@ class RunPlan(RunOptions):
 
 
 def open_run_stream(options: RunOptions) -> DatasetStream | CameraStream:
-    given = "seed" in split_source(options.source)[2]
-    seed = {"seed": options.seed} if takes(options.source, "seed") and not given else {}
-    return open_stream(options.source, stc=options.stc, size=options.size, **seed)
+    """The source's own size, unless it is given or a public encoder needs more."""
+    given = split_source(options.source)[2]
+    seed = {"seed": options.seed} if takes(options.source, "seed") and "seed" not in given else {}
+    stream = open_stream(options.source, stc=options.stc, size=options.size, **seed)
+    if options.size is None and "size" not in given and stream.size < MIN_SIZE and _encoder(options) not in RESNETS:
+        return open_stream(options.source, stc=options.stc, size=MIN_SIZE, **seed)
+    return stream
 
 
 def resolve(options: RunOptions, stream: Stream) -> RunPlan:
@@ -97,6 +104,8 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
     if options.train is None and architecture.encoder not in ENCODERS:
         chosen["train"] = "all"  # an adapter may have no stages
+    if options.positives is None and not stream.in_time:
+        chosen["positives"] = "views"
     for name, allowed in (("positives", POSITIVES), ("flip", ("on", "off"))):
         if chosen[name] not in allowed:
             raise UserError(f"{name} is {chosen[name]!r}: use {' or '.join(allowed)}")
@@ -142,9 +151,12 @@ def _reach(options: RunOptions, stream: Stream) -> int:
 def resolve_architecture(options: ModelOptions, size: int) -> Architecture:
     """The model that is asked for, for images of this size."""
     o = options
-    is_resnet = any(value is not None for value in (o.width, o.stem, o.norm))
-    encoder = o.encoder or ("resnet18" if is_resnet else "mobilenet_v2")
-    return Architecture.resolve(encoder, size, o.width, o.stem, o.norm, o.projection)
+    return Architecture.resolve(_encoder(o), size, o.width, o.stem, o.norm, o.projection)
+
+
+def _encoder(options: ModelOptions) -> str:
+    is_resnet = any(value is not None for value in (options.width, options.stem, options.norm))
+    return options.encoder or ("resnet18" if is_resnet else "mobilenet_v2")
 
 
 def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:

@@ -22,8 +22,11 @@ from streamclr.runs.loop import learn_stream
 from streamclr.streams.account import Account
 
 
-def run(options: RunOptions) -> tuple[Path, dict[str, Any]]:
-    """Learn, then evaluate; under torchrun, this rank's part of it. Returns the run directory and the results."""
+def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, Any]]:
+    """Learn, then evaluate; under torchrun, this rank's part of it. Returns the run directory and the results.
+
+    stage_two: whether to evaluate.
+    """
     with join(options.device, options.norm_over) as ranks:
         with ranks.together():
             plan, stream, learner = prepare(options, ranks)
@@ -50,7 +53,7 @@ def run(options: RunOptions) -> tuple[Path, dict[str, Any]]:
                 "cpu_seconds_learning": cpu_seconds,
                 **accounts_of([account for _, account in parts]),
                 **harm,
-                **evaluate_run(plan, model, stream, directory),
+                **(evaluate_run(plan, model, stream, directory) if stage_two else {"labels": {}}),
             }
             if plan.predict:
                 served = Versions(directory).look()

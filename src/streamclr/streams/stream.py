@@ -29,6 +29,7 @@ class Stream(Protocol):
     position: int  # the number of the next image
     n_images: int | None = None  # None: endless
     epoch: int | None = None  # images in one pass; None: there are no passes
+    in_time: bool = True  # consecutive images may be frames of one scene; False if they were shuffled
     classes: tuple[str, ...] = ()  # empty: unlabelled
     train: Images | None = None  # labelled images for stage two
     test: Images | None = None
@@ -98,7 +99,7 @@ class DatasetStream(Stream):
 
     def __init__(self, source: Source):
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
-        self.train, self.test = source.train, source.test
+        self.train, self.test, self.in_time = source.train, source.test, source.in_time
         self.position = 0
         self.account = Account()
         self._skipped: list[int] = []  # numbers of the images that could not be read
@@ -170,7 +171,7 @@ class Shard(Source):
 
     def __init__(self, whole: Source, index: int, n: int, segment: int):
         self.whole, self.index, self.n, self.segment = whole, index, n, segment
-        self.classes, self.train, self.test = whole.classes, whole.train, whole.test
+        self.classes, self.train, self.test, self.in_time = whole.classes, whole.train, whole.test, whole.in_time
         self.n_images = None if whole.n_images is None else whole.n_images // (n * segment) * segment
         self.epoch = None if whole.epoch is None else -(-whole.epoch // n)
 

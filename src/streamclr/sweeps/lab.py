@@ -212,10 +212,10 @@ def _open(options: RunOptions, data_dir: Path | None) -> Stream:
 # In the process of a job
 
 
-def run_job(directory: Path, **config: Any) -> Result:
+def run_job(directory: Path, stage_two: bool = True, **config: Any) -> Result:
     """A run: its results, and summaries of its journal."""
     own = RunDirectory(directory / "run")
-    results = own.results or run(RunOptions(**config, out=str(own.path)))[1]
+    results = own.results or run(RunOptions(**config, out=str(own.path)), stage_two)[1]
     steps = own.steps()
     seconds = accumulate(step["seconds_scoring"] + step["seconds_training"] for step in steps)
     curve = [

@@ -1,23 +1,25 @@
 """Not in the paper: a public encoder adapts to a stream; what the policies, fine-tuning and tracks add to it."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.classifier import Head, draw_labelled
+from streamclr.classifier import Accuracy, Head, draw_labelled
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.findings import Findings, lines, margins
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.assemble import initial_model
-from streamclr.runs.evaluation import Extracted, extract, head_accuracy, labelled, spread_over_tracks
+from streamclr.runs.evaluation import Extracted, extract, head_accuracy, labelled, spread_over_tracks, train_supervised
 from streamclr.scenes import REACH, SPREAD_WEIGHT, find_scenes_in
 from streamclr.scenes import spread as spread_rows
 from streamclr.stage_two import fine_tune, fit_linear
@@ -27,13 +29,19 @@ from streamclr.sweeps.lab import Lab, run_job
 
 FRACTIONS = (0.01, 0.1, 1.0)
 DECAY_OF_ALL = 1e-3  # of the linear classifier with all labels, which is not chosen again for each row
-MORE_LABELS = (0.02, 0.04, 0.08, 0.16)  # for the labels that fine-tuning without the stream needs
-SHORT, LONG = 9_984, 39_936  # frames of the stream
+# For the labels that are needed to reach GOAL %: fine-tuning without the stream, and adapted with labels spread.
+GOAL = 90.0
+MORE_LABELS, FEWER_LABELS = (0.02, 0.03, 0.04), (0.0025, 0.005)
+SHORT = {"GTSRB": 9_984, "CIFAR-10": 4_992}  # frames of the stream where policies are compared
+LONG = 39_936
 BUFFER = "12M"  # where policies are compared: 512 frames of 64 px with their neighbours
+PUBLIC, RESERVOIR, ADAPTED = "public encoder as it is", "reservoir", f"default, {LONG:,} frames"
+IN_RANDOM_ORDER = f"the same, neighbours in pairs, pairs in random order, {LONG:,} frames"
+TWICE = "reservoir, twice as many frames"  # with it, what a reservoir would have in the CPU seconds of another policy
 POLICIES = {
     "fifo": "FIFO, no buffer",
     "random": "Random Replace",
-    "reservoir": "reservoir",
+    "reservoir": RESERVOIR,
     "contrast?rescore_every=20": "contrast scoring, T = 20",
     "mixture": "half reservoir, half contrast",
     "scored-reservoir": "reservoir, batch drawn by score",
@@ -56,7 +64,7 @@ def experiment(lab: Lab) -> Findings:
     jobs: dict[str, list[Job]] = {}
     for dataset, settings in (("GTSRB", {"source": "gtsrb"}), ("CIFAR-10", {"source": "cifar10", "stc": 500})):
         if lab.at_hand(dataset, **settings):
-            jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset == "GTSRB", settings).items()}
+            jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
     results = lab.do(jobs)
     measured = {
         row: {name: [one[name] for one in own] for name in own[0] if name in COLUMNS or name.startswith("tuned ")}
@@ -67,111 +75,175 @@ def experiment(lab: Lab) -> Findings:
         ["", *COLUMNS.values()],
         [[row, *(spread(own.get(name, []), 1) for name in COLUMNS)] for row, own in measured.items()],
         "Labels: a class-balanced draw of the training frames, the same for each row of a seed. "
-        f"Rows without a number of frames learn from {SHORT:,}, policies with a buffer of {BUFFER}. CPU seconds are of "
-        "learning alone, one thread. Spread: a label counts for the other frames of its track; cuts found: "
-        "the stream is read as one video, and the adapted encoder finds the cuts. Not in the paper.",
+        f"Rows without a number of frames learn from {SHORT['GTSRB']:,} (CIFAR-10: {SHORT['CIFAR-10']:,}), policies "
+        f"with a buffer of {BUFFER}. CPU seconds are of learning alone, one thread. Spread: a label counts for the "
+        "other frames of its track; cuts found: the stream is read as one video, and the adapted encoder finds the "
+        "cuts. Not in the paper.",
     )
     series = [(row, [(mean(own["cpu_seconds"]), mean(own["linear 0.01"]))], "o") for row, own in measured.items()]
-    findings = [table, *_goals(measured)]
+    findings = [table, _equal_seconds(measured), *_goals(measured)]
     return Findings(findings, measured, "Linear classifier with 1 % of the labels, %", lines(series, "CPU seconds"))
 
 
-def _rows(lab: Lab, has_tracks: bool, settings: dict[str, Any]) -> dict[str, list[Job]]:
+def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
+    short = SHORT[dataset]
     public = {"encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None, "lr": None, "stc": None, **settings}
     public |= {"probes": 0, "fractions": "0.01", "classifier": "linear", "spread": "off"}
 
-    def adapted(tuned: bool = False, images: int = SHORT, **own: Any) -> list[Job]:
+    def adapted(images: int = short, whole: bool = False, **own: Any) -> list[Job]:
         runs = lab.runs(**public | {"images": images} | own)
-        return [job.doing("adapt", measure, tuned=tuned) for job in runs]
+        return [job.doing("adapt", measure, whole=whole) for job in runs]
 
-    rows = {
-        "public encoder": [job.doing("adapt", measure_public, tuned=True) for job in lab.runs(**public, images=SHORT)]
-    }
+    in_buffer: dict[str, Any] = {"buffer": BUFFER, "batch": 64, "segment": 64}
+    has_tracks = dataset == "GTSRB"
+    more, fewer = (MORE_LABELS, FEWER_LABELS) if has_tracks else ((), ())
+    rows = {PUBLIC: [job.doing("public", measure_public, more=more) for job in lab.runs(**public, images=short)]}
     for policy, name in POLICIES.items():
-        rows[name] = adapted(policy=policy, buffer=64 if policy == "fifo" else BUFFER, batch=64, segment=64)
-    rows["default buffer"] = adapted()
-    rows["two views of one frame"] = adapted(positives="views")
-    rows["all stages learn"] = adapted(train="all")
-    rows["flip"] = adapted(flip="on")
-    rows[f"{LONG:,} frames"] = adapted(tuned=True, images=LONG)
+        rows[name] = adapted(policy=policy, **in_buffer | ({"buffer": 64} if policy == "fifo" else {}))
+    rows[TWICE] = adapted(policy="reservoir", images=2 * short, **in_buffer)
     if has_tracks:
-        rows[f"{LONG:,} frames in random order"] = adapted(images=LONG, source="gtsrb?order=iid")
+        paper: dict[str, Any] = {"policy": "contrast?rescore_every=20", "positives": "views", "flip": "on"}
+        rows["contrast scoring, two views of one frame, flip"] = adapted(**paper, **in_buffer)
+        rows["reservoir, two views of one frame"] = adapted(policy="reservoir", positives="views", **in_buffer)
+        rows[IN_RANDOM_ORDER] = adapted(images=LONG, source="gtsrb?order=pairs")
+        scratch: dict[str, Any] = {"encoder": None, "size": 32, "width": 8, "stem": "half", "lr": 3e-3}
+        rows[f"ResNet-18 of width 8 from scratch at 32 px, contrast scoring, {LONG:,} frames"] = adapted(
+            images=LONG, positives="time", **scratch
+        )
+        rows["no stream: raw pixels of 32 px (linear), ResNet-18 of width 8 (fine-tuned)"] = [
+            job.doing("labels-alone", measure_labels_alone) for job in lab.runs(**public | scratch, images=short)
+        ]
+    rows[ADAPTED] = [job.doing("adapt", measure, fewer=fewer) for job in adapted(LONG, whole=True)]
     return rows
+
+
+def _equal_seconds(measured: dict[str, dict[str, list[float]]]) -> Table:
+    """Each policy beside a reservoir that learns for as many CPU seconds."""
+    rows = []
+    for dataset in ("GTSRB", "CIFAR-10"):
+        if f"{dataset}, {PUBLIC}" not in measured:
+            continue
+        curve = [measured[f"{dataset}, {row}"] for row in (PUBLIC, RESERVOIR, TWICE)]
+        for name in POLICIES.values():
+            own, cells = measured[f"{dataset}, {name}"], []
+            for column in ("linear 0.01", "linear 0.1"):
+                rival = [
+                    float(np.interp(seconds, [c["cpu_seconds"][i] for c in curve], [c[column][i] for c in curve]))
+                    for i, seconds in enumerate(own["cpu_seconds"])
+                ]
+                cells.append(spread(margins(own[column], rival)))
+            rows.append([f"{dataset}, {name}", spread(own["cpu_seconds"], 0), *cells])
+    head = ["", "CPU s", "linear, 1 %: less the reservoir", "linear, 10 %: less the reservoir"]
+    note = "The accuracy of the reservoir is interpolated between none, as many and twice as many frames."
+    return Table("Policies at equal CPU seconds, points", head, rows, note)
 
 
 def _goals(measured: dict[str, dict[str, list[float]]]) -> list[Table]:
     """What adapting gains over the public encoder, seed by seed."""
     rows = []
     for dataset in ("GTSRB", "CIFAR-10"):
-        public, adapted = (measured.get(f"{dataset}, {row}", {}) for row in ("public encoder", f"{LONG:,} frames"))
-        iid = measured.get(f"{dataset}, {LONG:,} frames in random order", {})
+        public, adapted, iid = (measured.get(f"{dataset}, {row}", {}) for row in (PUBLIC, ADAPTED, IN_RANDOM_ORDER))
         for what, name in (("linear", "linear 0.01"), ("fine-tuned", "tuned"), ("spread", "tuned spread")):
             if name in public and name in adapted:
                 rows.append([f"{dataset}, {what}: adapted less public", spread(margins(adapted[name], public[name]))])
         if iid:
             gains = [mean(margins(own["linear 0.01"], public["linear 0.01"])) for own in (adapted, iid)]
-            rows.append(
-                [f"{dataset}, linear: share of the gain in random order, %", f"{100 * gains[0] / gains[1]:.0f}"]
-            )
+            share = f"{100 * gains[0] / gains[1]:.0f}"
+            rows.append([f"{dataset}, linear: share of the gain in random order, %", share])
         if "tuned found" in adapted:
             difference = spread(margins(adapted["tuned found"], adapted["tuned spread"]))
             rows.append([f"{dataset}, spread: cuts found less known tracks", difference])
-        for fraction in (0.01, *MORE_LABELS):
-            name = "tuned" if fraction == 0.01 else f"tuned {fraction}"
-            if name in public:
-                rows.append(
-                    [f"{dataset}, public encoder fine-tuned on {fraction:.0%} of the labels", spread(public[name])]
-                )
+        if MORE_LABELS and f"tuned {MORE_LABELS[0]}" in public:
+            rows += _labels_needed(dataset, public, adapted)
     return [Table("What adapting gains with 1 % of the labels, points", ["", "mean and 95 % interval"], rows, "")]
+
+
+def _labels_needed(dataset: str, public: dict[str, list[float]], adapted: dict[str, list[float]]) -> list[list[str]]:
+    """The share of the labels with which GOAL is reached, interpolated between the shares that were measured."""
+    curves = {
+        "public encoder fine-tuned": {0.01: public["tuned"]} | {f: public[f"tuned {f}"] for f in MORE_LABELS},
+        "adapted, spread, fine-tuned": {f: adapted[f"tuned spread {f}"] for f in FEWER_LABELS}
+        | {0.01: adapted["tuned spread"]},
+    }
+    rows = []
+    for name, curve in curves.items():
+        means = {fraction: mean(accuracies) for fraction, accuracies in curve.items()}
+        points = ", ".join(f"{fraction:.2%} of the labels {spread(curve[fraction], 1)}" for fraction in curve)
+        needed = np.interp(GOAL, list(means.values()), list(means), left=np.nan, right=np.nan)
+        rows.append([f"{dataset}, {name}: labels for {GOAL:.0f} %", f"{needed:.2%} ({points})"])
+    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In the process of a job
 
 
-def measure(directory: Path, tuned: bool, **config: Any) -> Result:
-    """A run, and what its encoder is worth."""
-    result = run_job(directory, **config)
+def measure(directory: Path, whole: bool, fewer: Sequence[float] = (), **config: Any) -> Result:
+    """A run, and what its encoder is worth; whole: with all labels and fine-tuned, too.
+
+    fewer: label fractions to fine-tune with, spread over tracks.
+    """
+    result = run_job(directory, stage_two=False, **config)
     model = RunDirectory(directory / "run").load_model()
-    return {"cpu_seconds": result["cpu_seconds_learning"], "encoder": result["encoder"]} | worth(model, tuned, config)
+    found = {"cpu_seconds": result["cpu_seconds_learning"], "encoder": result.get("encoder")}
+    return found | worth(model, RunOptions(**config), whole, fewer)
 
 
-def measure_public(directory: Path, tuned: bool, **config: Any) -> Result:
-    """What the public encoder is worth as it is, and how many labels it needs."""
+def measure_public(directory: Path, more: Sequence[float], **config: Any) -> Result:
+    """What the public encoder is worth as it is.
+
+    more: label fractions to fine-tune with.
+    """
     one = RunOptions(**config)
     plan = resolve(one, open_run_stream(one))
     model = initial_model(plan, plan.size).eval()
-    found = {"cpu_seconds": 0.0} | worth(model, tuned, config)
+    found = {"cpu_seconds": 0.0} | worth(model, one, whole=True)
     train, test = labelled(open_run_stream(one))
-    for fraction in MORE_LABELS if train.tracks is not None else ():
+    for fraction in more:
         numbers = draw_labelled(train.labels, fraction, train.classes, one.seed)
         own = Extracted(torch.empty(0), torch.from_numpy(train.labels)[numbers], numbers, torch.ones(len(numbers)))
         found[f"tuned {fraction}"] = tuned_accuracy(model, train, test, own, one.seed)
     return found
 
 
-def worth(model: ContrastiveModel, tuned: bool, config: dict[str, Any]) -> Result:
-    """Accuracies in %: of a linear classifier with each of FRACTIONS and, if wanted, fine-tuned on the first."""
+def measure_labels_alone(directory: Path, **config: Any) -> Result:
+    """What the labels are worth without a stream: a linear classifier of pixels, and an encoder from scratch."""
     one = RunOptions(**config)
     stream = open_run_stream(one)
     train, test = labelled(stream)
-    known, tested = extract(model, train), extract(model, test)
+    plan = resolve(one, stream)
+    numbers = draw_labelled(train.labels, FRACTIONS[0], train.classes, one.seed)
+    pixels = [
+        torch.from_numpy(part.images(rows)).flatten(1) / 255
+        for part, rows in ((train, numbers.numpy()), (test, np.arange(len(test))))
+    ]
+    labels = torch.from_numpy(train.labels)[numbers]
+    head = fit_linear(pixels[0], labels, len(train.classes), groups=_groups(train, numbers))
+    linear = Accuracy.of(head(pixels[1]).argmax(1), torch.from_numpy(test.labels), len(test.classes)).top1
+    model, own_head = train_supervised(plan.architecture.make, train, numbers, seed=one.seed)
+    tuned = head_accuracy(own_head, extract(model, test)).top1
+    return {"cpu_seconds": 0.0, "linear 0.01": 100 * linear, "tuned": 100 * tuned}
+
+
+def worth(model: ContrastiveModel, one: RunOptions, whole: bool, fewer: Sequence[float] = ()) -> Result:
+    """Accuracies in %: of a linear classifier with few labels and, if wanted, with all and fine-tuned on few."""
+    train, test = labelled(open_run_stream(one))
+    fractions = FRACTIONS if whole else FRACTIONS[:-1]
+    numbers = {f: draw_labelled(train.labels, f, train.classes, one.seed) for f in fractions}
+    needed = None if whole else torch.cat(list(numbers.values())).unique()
+    known, tested = extract(model, train, needed), extract(model, test)
+    draws = {fraction: torch.isin(known.numbers, own) for fraction, own in numbers.items()}
     found: Result = {}
-    draws = {
-        fraction: torch.isin(known.numbers, draw_labelled(train.labels, fraction, train.classes, one.seed))
-        for fraction in FRACTIONS
-    }
     for fraction, drawn in draws.items():
-        decay = DECAY_OF_ALL if fraction == 1 else None
         head = fit_linear(
             known.features[drawn],
             known.labels[drawn],
             len(train.classes),
             groups=_groups(train, known.numbers[drawn]),
-            decay=decay,
+            decay=DECAY_OF_ALL if fraction == 1 else None,
         )
         found[f"linear {fraction}"] = 100 * head_accuracy(head, tested).top1
-    if tuned:
+    if whole:
         drawn = draws[FRACTIONS[0]]
         accuracy = partial(tuned_accuracy, model, train, test, seed=one.seed)
         found["tuned"] = accuracy(own=Extracted(*(column[drawn] for column in known)))
@@ -179,6 +251,9 @@ def worth(model: ContrastiveModel, tuned: bool, config: dict[str, Any]) -> Resul
             tracks = torch.from_numpy(train.tracks)[known.numbers]
             found["tuned spread"] = accuracy(own=spread_over_tracks(known, drawn, tracks))
             found["tuned found"] = accuracy(own=spread_over_found(known, drawn, tracks, one.seed))
+            for fraction in fewer:
+                few = torch.isin(known.numbers, draw_labelled(train.labels, fraction, train.classes, one.seed))
+                found[f"tuned spread {fraction}"] = accuracy(own=spread_over_tracks(known, few, tracks))
     return found
 
 

@@ -11,7 +11,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import checked_seed, checked_size, checked_stc, one_of
 from streamclr.streams.frame import BadFrame
 
-ORDERS = ("tracks", "iid")
+ORDERS = ("tracks", "pairs", "iid")
 
 
 class Numbered(Protocol):
@@ -43,6 +43,7 @@ class Source(Numbered, Protocol):
 
     n_images: int | None = None  # None: endless
     epoch: int | None = None  # images in one pass; None: there are no passes
+    in_time: bool = True  # consecutive images may be frames of one scene; False if they were shuffled
     classes: tuple[str, ...] = ()  # empty: unlabelled
     train: Images | None = None  # labelled images for stage two
     test: Images | None = None
@@ -146,7 +147,7 @@ class DatasetSource(Source):
     stc: strength of temporal correlation, the length of the runs of one class (Sec. IV-A). The last run of a class may
         be shorter. 1 is iid: a new shuffle each pass. None is the order of the dataset.
     order: instead of stc: `tracks`, whole tracks in a new random order each pass, the frames of a track in their order;
-        or `iid`, the same as stc=1.
+        `pairs`, pairs of frames of one track, all in random order; or `iid`, the same as stc=1.
     passes: how often the dataset is streamed; None: without end.
     """
 
@@ -172,6 +173,7 @@ class DatasetSource(Source):
             raise UserError(f"stc={stc} needs classes, and these images have none: leave it out, or use stc=1")
         self.streamed, self.train, self.test, self.classes = streamed, train, test, streamed.classes
         self.stc, self.order = None if stc is None else checked_stc(stc), order
+        self.in_time = stc is None
         self.seed, self.epoch = checked_seed(seed), len(streamed)
         self.n_images = None if passes is None else passes * len(streamed)
         self._last_classes: list[int] = []  # last class of each pass so far: the next pass starts with another
@@ -201,6 +203,8 @@ class DatasetSource(Source):
     def _make_order(self, pass_: int) -> np.ndarray:
         if self.order == "tracks":
             return self._track_after_track(np.random.default_rng([self.seed, pass_]))
+        if self.order == "pairs":
+            return self._pair_after_pair(np.random.default_rng([self.seed, pass_]))
         if self.stc is None:
             return np.arange(self.epoch)
         if self.stc == 1:
@@ -214,6 +218,15 @@ class DatasetSource(Source):
         _, track = np.unique(self.streamed.tracks, return_inverse=True)  # 0 to n - 1
         places = rng.permutation(track.max() + 1)  # of each track in this pass
         return np.argsort(places[track], kind="stable")
+
+    def _pair_after_pair(self, rng: np.random.Generator) -> np.ndarray:
+        """A track with an odd number of frames ends with a single one."""
+        assert self.streamed.tracks is not None
+        shuffled = np.lexsort((rng.random(self.epoch), self.streamed.tracks))  # track after track, each in random order
+        tracks = self.streamed.tracks[shuffled]
+        place = np.arange(self.epoch) - np.searchsorted(tracks, tracks)  # of a frame in its track
+        pair = (place % 2 == 0).cumsum() - 1
+        return shuffled[np.argsort(rng.permutation(pair[-1] + 1)[pair], kind="stable")]
 
     def _runs(self, pass_: int) -> list[np.ndarray]:
         """The runs of one pass. Neighbours have different classes, across passes too, where that is possible."""
@@ -237,8 +250,8 @@ def _check_order(order: str, stc: int | None, streamed: Images) -> None:
         raise UserError(f"order is {order!r}: {one_of(order, ORDERS)}")
     if stc is not None:
         raise UserError(f"order={order} and stc={stc} are two orders: use one of them")
-    if order == "tracks" and streamed.tracks is None:
-        raise UserError("order=tracks, and these images have no tracks: use order=iid, or for a folder tracks=name")
+    if order != "iid" and streamed.tracks is None:
+        raise UserError(f"order={order}, and these images have no tracks: use order=iid, or for a folder tracks=name")
 
 
 def _arrange(counts: list[int], last: int | None, rng: random.Random) -> list[int]:
