@@ -332,6 +332,18 @@ def test_a_directory_that_is_being_written_to(tmp_path):
     assert dict(again.account.rejected) == {"empty": 1}
 
 
+def test_names_of_files_tell_tracks_apart(tmp_path):
+    """All frames look alike, so that no cut is found in their pixels."""
+    for i, name in enumerate(["door_1_0", "door_1_1", "door_2_0", "gate_0", "gate_1", "gate_2"]):
+        (tmp_path / f"{name}.jpg").write_bytes(jpeg(0))
+        os.utime(tmp_path / f"{name}.jpg", ns=(0, i))
+    for options, n_tracks in (("", 1), ("?tracks=name", 3)):
+        stream = open_stream(f"watch:{tmp_path}{options}", size=32)
+        next(stream.segments(6))
+        tracks = stream.tracks(torch.arange(6)).tolist()
+        assert tracks == ([0] * 6 if n_tracks == 1 else [0, 0, 1, 2, 2, 2])
+
+
 def test_a_directory_that_goes_away_for_a_while_is_not_taken_again(tmp_path):
     directory = tmp_path / "in"
     directory.mkdir()
@@ -416,6 +428,8 @@ def test_a_stop_while_there_is_no_frame(camera):
         ("77", "no camera '/dev/video77'"),
         ("watch:nowhere", "no directory 'nowhere'"),
         ("watch:", "needs a directory"),
+        ("watch:.?tracks=folder", "tracks is 'folder': use name"),
+        ("http://127.0.0.1:1/#tracks=name", "tracks=name is for watch: and folder:"),
         ("video:nowhere.mp4", "cannot play 'nowhere.mp4'"),
         ("http://127.0.0.1:1/?fps=0", "fps is 0"),
         ("http://127.0.0.1:1/#every=0", "every is 0"),

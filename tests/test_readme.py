@@ -42,7 +42,9 @@ def write_two_scenes(path, n=120, side=96):
     import av
 
     y, x = np.mgrid[:side, :side]
-    ground = np.random.default_rng(0).integers(60, 160, (side // 8, side // 8, 1)).repeat(8, 0).repeat(8, 1)
+    rng = np.random.default_rng(0)
+    ground = rng.integers(60, 160, (side // 8, side // 8, 1)).repeat(8, 0).repeat(8, 1)
+    ground = ground + rng.integers(-9, 10, ground.shape)  # rows that repeat would be taken for a smear
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=30)
         stream.width = stream.height = side
@@ -138,7 +140,7 @@ def test_from_a_video_file_to_a_classifier_that_predicts(tmp_path):
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"(step \d+ \| loss \d+\.\d+ \| \d+ of \d+ replaced \| \d+\.\d % re-scored\n){8}", done.stdout)
+    assert re.fullmatch(r"(step \d+ \| loss \d+\.\d+ \| \d+ of \d+ replaced \| \d+\.\d % re-scored\n){4}", done.stdout)
 
 
 @pytest.mark.long

@@ -166,10 +166,10 @@ def test_frames_that_lie_are_not_asked_about_where_guards_are_on(tmp_path):
     assert len(off.questions) == 40
 
 
-def test_a_stream_of_lies_alone_has_nothing_to_ask(tmp_path):
+def test_where_the_guards_take_all_frames_for_lies_a_person_is_asked(tmp_path):
     images = torch.full((10, 3, SIZE, SIZE), 17, dtype=torch.uint8)
-    with pytest.raises(UserError, match="no images to ask about yet"):
-        opened(make_run(tmp_path / "run", images, guards="on"))
+    images[:, 0, 0, 0] = torch.arange(10, dtype=torch.uint8)
+    assert len(opened(make_run(tmp_path / "run", images, budget="4", guards="on")).questions) == 4
 
 
 def test_a_run_that_is_still_learning_is_asked_about_with_its_last_checkpoint(tmp_path):

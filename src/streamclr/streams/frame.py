@@ -40,6 +40,11 @@ def natural_key(path: Path) -> list[tuple[int, int | str]]:
     return [*key, (2, path.name)]
 
 
+def track_name(path: Path) -> str:
+    """The track of a frame by its file name: the part before the last `_`; without one, all but the suffix."""
+    return path.stem.rpartition("_")[0] or path.stem
+
+
 class BadFrame(UserError):
     """A picture that cannot be used; `reason` is one of REASONS."""
 

@@ -206,11 +206,11 @@ class CameraStream(CameraFrames, Stream):
         with closing(frames):
             for images in frames:
                 segment = torch.from_numpy(images)
-                self._scenes = find_scenes(segment, torch.from_numpy(self.cameras))
+                self._scenes = find_scenes(segment, torch.from_numpy(self.tracks_named))
                 yield segment
 
     def tracks(self, arrivals: Tensor) -> Tensor:
-        """The scenes of frames of the last segment: no cut in their pixels, and one camera."""
+        """The scenes of frames of the last segment: no cut in their pixels, one camera, one track if it has a name."""
         return self._scenes[arrivals - (self.position - len(self._scenes))]
 
     def labels(self, arrivals: Tensor) -> Tensor:

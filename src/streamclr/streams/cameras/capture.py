@@ -6,8 +6,8 @@ seen by every user of the machine, and URLs have passwords). Then it answers req
     request {"frames": the most frames to send, "seconds": how long to wait for the first}
     answer  {"n": frames that follow, "account": of frames since the last answer, "place": where to resume after them,
             "waiting": frames left in the queue, "captured": frames read in all, "quiet": seconds since a sign of life,
-            "ended": true if there will be no more, "events": [reasons why the connection was lost]},
-            then n x size x size x 3 bytes
+            "tracks": [of each of these frames], "ended": true if there will be no more,
+            "events": [reasons why the connection was lost]}, then n x size x size x 3 bytes
 
 It ends when its standard input does. It never imports torch: a device may have many cameras.
 """
@@ -37,7 +37,7 @@ class CaptureThread:
         self.captured = 0
         self.ended = False
         self.events: list[str] = []
-        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account]] = deque()
+        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account, str]] = deque()
         self._since = Account()  # of the frames since the last one that was queued
         self._change = threading.Condition()
         self._sign_of_life = time.monotonic()
@@ -96,14 +96,14 @@ class CaptureThread:
                 return
             while len(self._queue) >= self.feed.queue:
                 if self.feed.drops:
-                    _, _, oldest = self._queue.popleft()
+                    _, _, oldest, _ = self._queue.popleft()
                     oldest.passed["overload"] += 1
                     first = self._queue[0][2] if self._queue else self._since
                     first.add(oldest)
                 else:
                     self._change.wait(1)
                     self._sign_of_life = time.monotonic()
-            self._queue.append((frame, self._place, self._since.take()))
+            self._queue.append((frame, self._place, self._since.take(), raw.track))
             self._change.notify_all()
 
     def _passes_over(self, raw: Raw) -> str:
@@ -127,13 +127,14 @@ class CaptureThread:
             n = min(n_max, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
             taken = [self._queue.popleft() for _ in range(n)]
             account = Account()
-            for _, _, own in taken:
+            for _, _, own, _ in taken:
                 account.add(own)
             done = self.ended and not self._queue
             if self.feed.drops or done:
                 account.add(self._since.take())
             answer = {
                 "n": len(taken),
+                "tracks": [track for *_, track in taken],
                 "account": account.state_dict(),
                 "place": self._place if done else taken[-1][1] if taken else None,
                 "waiting": len(self._queue),
@@ -144,7 +145,7 @@ class CaptureThread:
             }
             self.events = []
             self._change.notify_all()
-        return answer, [frame for frame, _, _ in taken]
+        return answer, [frame for frame, *_ in taken]
 
 
 def serve(asks: BinaryIO, answers: BinaryIO) -> None:

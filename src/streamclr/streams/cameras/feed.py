@@ -17,7 +17,7 @@ from streamclr.streams.cameras import video
 from streamclr.streams.cameras.jpegs import JpegSplitter, mjpeg
 from streamclr.streams.cameras.video import VideoError
 from streamclr.streams.cameras.watch import watch
-from streamclr.streams.frame import decode
+from streamclr.streams.frame import decode, track_name
 
 
 class Raw(NamedTuple):
@@ -26,6 +26,7 @@ class Raw(NamedTuple):
     decode: Callable[[int], np.ndarray]  # from the side in pixels to size x size x 3; raises BadFrame
     place: Any = None  # mark after it, from which the source resumes
     seconds: float | None = None  # its time in a recording; None: now
+    track: str = ""  # frames with different ones are apart
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Feed:
     every: every Nth frame.
     timeout: seconds without a frame after which a connection counts as lost.
     retries: how often in a row a connection is tried again; None: without limit.
+    tracks: `name` takes the part of a file name before the last `_` as the frame's track; None: not known.
     queue: the largest number of waiting frames.
     place: where to resume: the source's own mark, when the next frame is due (s), number of frames before.
     """
@@ -50,6 +52,7 @@ class Feed:
     every: int = 1
     timeout: float = 10.0
     retries: int | None = None
+    tracks: str | None = None
     queue: int = 512
     place: tuple[Any, float, int] = (None, 0.0, 0)
 
@@ -73,7 +76,8 @@ class Feed:
         if self.kind == "stdin":
             return (Raw(partial(decode, frame)) for frame in _standard_input(int(self.where)))
         if self.kind == "watch":
-            return (Raw(partial(decode, path), mark) for path, mark in watch(self.where, mark))
+            named = track_name if self.tracks == "name" else lambda _: ""
+            return (Raw(partial(decode, path), mark, None, named(path)) for path, mark in watch(self.where, mark))
         assert self.kind == "video"
         frames = islice(enumerate(video.frames(self.where), 1), mark or 0, None)
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames)
@@ -110,11 +114,13 @@ def make_feed(
     timeout: float = 10.0,
     retries: int | None = None,
     overload: str | None = None,
+    tracks: str | None = None,
 ) -> Feed:
     """A feed with its options and, as far as possible, its address checked.
 
     overload: if the learner is too slow, `drop` the oldest waiting frames or let the source `wait`. Default: watch and
         video wait, the others drop.
+    tracks: of watch alone: `name`, see `Feed`.
     """
     if fps is not None and not 0 < fps < 1e6:
         raise UserError(f"fps is {fps}: use a number above 0")
@@ -126,6 +132,10 @@ def make_feed(
         raise UserError(f"retries is {retries}: use 0 or more, or leave it out to try without limit")
     if overload not in (None, "drop", "wait"):
         raise UserError(f"overload is {overload!r}: use drop or wait")
+    if tracks not in (None, "name"):
+        raise UserError(f"tracks is {tracks!r}: use name, or leave it out")
+    if tracks is not None and kind != "watch":
+        raise UserError(f"tracks={tracks} is for watch: and folder:, whose frames have file names: leave it out")
     if kind != "stdin" and not where:
         raise UserError(f"the source {kind!r} needs {KINDS[kind]}: write {kind}:…")
     if kind in ("camera", "video", "rtsp"):
@@ -143,4 +153,4 @@ def make_feed(
     if kind == "stdin":
         where = str(os.dup(0))  # the capture process has another standard input
     drops = kind not in ("watch", "video") if overload is None else overload == "drop"
-    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries)
+    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries, tracks)

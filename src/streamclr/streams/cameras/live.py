@@ -51,7 +51,8 @@ class CameraFrames:
         self._places: list[Any] = [feed.place for feed in feeds]
         self._over = [False for _ in feeds]  # recordings that were read to their end
         self._none = np.empty((0, 3, self.size, self.size), np.uint8)
-        self.cameras = np.empty(0, np.int64)  # of each frame of the last segment, the number of its camera
+        # Of each frame of the last segment a number, equal for those of one camera and, if it names them, one track.
+        self.tracks_named = np.empty(0, np.int64)
 
     @property
     def size(self) -> int:
@@ -103,6 +104,7 @@ class CameraFrames:
     def _read(self, n: int, idle: Idle, arrived: Received | None) -> np.ndarray:
         """The next `n` frames, fewer at the end; n x 3 x size x size, camera by camera."""
         parts: list[list[np.ndarray]] = [[] for _ in self._captures]
+        tracks: list[list[str]] = [[] for _ in self._captures]
         names = [capture.name if len(self.feeds) > 1 else None for capture in self._captures]
         missing = n
         while missing and not all(capture.ended for capture in self._captures):
@@ -118,6 +120,7 @@ class CameraFrames:
                 if len(frames):
                     missing -= len(frames)
                     parts[i].append(frames.transpose(0, 3, 1, 2))
+                    tracks[i] += self._captures[i].tracks
                     if arrived and not self.exact:
                         arrived(parts[i][-1], names[i])
                 elif self.feeds[i].drops and not parts[i]:  # its account is of frames rejected or passed over alone
@@ -132,7 +135,8 @@ class CameraFrames:
         self._over = [capture.ended and capture.feed.exact for capture in self._captures]
         self.account.learned += n - missing
         self.position += n - missing
-        self.cameras = np.repeat(np.arange(len(parts)), [sum(map(len, own)) for own in parts])
+        named = [f"{i} {track}" for i, own in enumerate(tracks) for track in own]
+        self.tracks_named = np.unique(named, return_inverse=True)[1]
         return np.concatenate([self._none, *(frames for own in parts for frames in own)])
 
     def _ask(self, missing: int) -> None:
@@ -199,6 +203,7 @@ class CaptureProcess:
         self._patience = ANSWER_SECONDS
         self._down_until: float | None = None
         self.account = Account()  # of the frames received since it was last taken
+        self.tracks: list[str] = []  # of the frames that have come
         self._events = events
         self._start()
 
@@ -261,6 +266,7 @@ class CaptureProcess:
             line += self._exactly(1)
         header = json.loads(line)
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
+        self.tracks = header["tracks"]
         asked, self.asked = self.asked or 0, None
         self._n_died, self._has_answered = 0, True
         self._captured = header["captured"]

@@ -11,7 +11,7 @@ import numpy as np
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_size, one_of
 from streamclr.streams.datasets.images import DatasetSource, every_fifth_track
-from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key
+from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key, track_name
 
 TRACKS = ("folder", "name", "none")  # what a track is
 
@@ -205,11 +205,6 @@ def _tracks(paths: list[Path], tracks: str, tops: Collection[Path] = ()) -> np.n
         names = [path.with_name(track_name(path)) for path in paths]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return np.array([numbers[name] for name in names], np.int64)
-
-
-def track_name(path: Path) -> str:
-    """The part of a file name before the last `_`; without one, all but the suffix."""
-    return path.stem.rpartition("_")[0] or path.stem
 
 
 def _default_size(paths: list[Path]) -> int:
