@@ -148,6 +148,62 @@ def test_resumed_from_its_state_it_goes_on_bit_by_bit(policy):
     assert all(torch.equal(state["model"][key], kept["model"][key]) for key in kept["model"])
 
 
+def in_scenes(step, n_scenes=2, n=4):
+    """A segment of scenes, whose frames are one picture that gets brighter, and the number of the scene of each."""
+    pictures = random_images(n_scenes, seed=100 + step).clamp(max=200)
+    brighter = torch.arange(n, dtype=torch.uint8).view(1, n, 1, 1, 1)
+    return (pictures[:, None] + brighter).flatten(0, 1), torch.arange(n_scenes).repeat_interleave(n)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_positives_in_time_are_frames_of_the_same_scene(known, monkeypatch):
+    learner, seen = make(RandomReplace(), positives="time"), []
+    pairs = learner.buffer.pairs
+    monkeypatch.setattr(learner.buffer, "pairs", lambda rows: seen.append(pairs(rows)) or seen[-1])
+    for step in range(4):
+        images, tracks = in_scenes(step)
+        learner.learn_many(images, tracks if known else None)
+    for batch, neighbours in seen:
+        difference = (neighbours.int() - batch.int()).flatten(1)
+        assert (difference == difference[:, :1]).all()  # the same picture
+        assert (difference[:, 0] != 0).all()  # another frame of it
+        assert difference[:, 0].abs().max() <= 3
+
+
+def test_positives_in_time_keep_within_reach(monkeypatch):
+    learner = make(RandomReplace(), positives="time", reach=1)
+    for step in range(3):
+        learner.learn_many(*in_scenes(step))
+        batch, neighbours = learner.buffer.pairs(torch.arange(8))
+        assert ((neighbours.int() - batch.int()).abs() == 1).all()
+
+
+def test_positives_in_time_resume_bit_by_bit():
+    learner, other = (make(RandomReplace(), positives="time", seed=seed) for seed in (3, 99))
+    for step in range(3):
+        learner.learn_many(*in_scenes(step))
+    other.load_state_dict(learner.state_dict())
+    ahead = [[one.learn_many(*in_scenes(step)).loss for step in (3, 4)] for one in (learner, other)]
+    assert ahead[0] == ahead[1]
+    assert same(learner.state_dict(), other.state_dict())
+    with pytest.raises(UserError, match="neighbours"):
+        learner.load_state_dict(make(RandomReplace()).state_dict())
+
+
+def test_a_buffer_in_bytes_holds_what_fits():
+    image = 3 * 16 * 16
+    for positives, n in (("views", 80), ("time", 40)):
+        learner = make(RandomReplace(), buffer=str(80 * image + 5), batch_size=6, positives=positives)
+        for step in range(12):
+            learner.learn_many(random_images(8, seed=step))
+        assert (learner.buffer.size, len(learner.buffer)) == (n, n)
+        other = make(RandomReplace(), buffer=str(80 * image + 5), batch_size=6, positives=positives)
+        other.load_state_dict(learner.state_dict())
+        assert len(other.buffer) == n
+    with pytest.raises(UserError, match="batch_size is 64, and the buffer holds 40"):
+        make(RandomReplace(), buffer=str(40 * image)).learn_many(random_images(8))
+
+
 def test_seed_decides_everything_and_the_global_generator_is_left_alone():
     random_state = torch.get_rng_state()
     losses = []

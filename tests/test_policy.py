@@ -21,7 +21,7 @@ from streamclr import (
 )
 from streamclr.buffer import Buffer, Pool
 from streamclr.encoders.inference import infer
-from streamclr.policy import POLICIES, k_center
+from streamclr.policy import POLICIES, MinRed, Mixture, ScoredReservoir, draw_batch, k_center, least_redundant
 from streamclr.score import contrast_score
 from support.images import random_images
 
@@ -228,6 +228,62 @@ def test_k_center_takes_a_plain_module_as_the_feature_space():
     assert len(set(keep.tolist())) == 4
 
 
+def naive_least_redundant(features, size, arrivals):
+    left = list(range(len(features)))
+    while len(left) > size:
+        _, one, other = max((float(features[i] @ features[j]), i, j) for i in left for j in left if i < j)
+        left.remove(one if arrivals[one] < arrivals[other] else other)
+    return left
+
+
+@settings(max_examples=25)
+@given(n=st.integers(2, 14), seed=st.integers(0, 9), data=st.data())
+def test_least_redundant_agrees_with_a_naive_reference(n, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    features = nn.functional.normalize(torch.randn(n, 3, generator=generator, dtype=torch.float64), dim=1)
+    arrivals, size = torch.randperm(n, generator=generator), data.draw(st.integers(1, n))
+    assert least_redundant(features, size, arrivals).tolist() == naive_least_redundant(features, size, arrivals)
+
+
+def test_min_red_keeps_one_of_each_kind_of_image(model):
+    """Runs of nearly equal images, as a camera at rest gives them: of each run the newest stays."""
+    policy, buffer, kinds = MinRed(), Buffer(4), random_images(4)
+    for first in range(0, 32, 8):
+        noise = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) % 2
+        segment = (kinds[first // 8].clamp(max=250) + noise).expand(8, -1, -1, -1).contiguous()
+        pool = buffer.pool(segment)
+        buffer.replace(pool, policy.keep(pool, min(4, len(pool)), model))
+    assert sorted(arrival // 8 for arrival in buffer.arrivals.tolist()) == [0, 1, 2, 3]
+
+
+def test_min_red_computes_the_features_of_an_image_once(model, monkeypatch):
+    n_images = []
+    monkeypatch.setattr("streamclr.policy.infer", lambda m, x, *f: n_images.append(len(x)) or infer(m, x, *f))
+    steps(MinRed(), model, [8, 5, 3])
+    assert n_images == [8, 5, 3]
+
+
+def test_a_mixture_is_half_by_score_and_half_a_draw_of_the_stream(model):
+    pool = make_pool(0, 20)
+    keep = Mixture(share=0.5).keep(pool, 8, model)
+    assert set(keep[:4].tolist()) == set(contrast_score(model, pool.images).topk(4).indices.tolist())
+    counts = torch.zeros(30)
+    for seed in range(200):
+        counts[steps(Mixture(share=0, seed=seed), model, [10, 10, 10])[-1]] += 1
+    assert (counts / 200 - 6 / 30).abs().max() < 0.12  # four standard deviations
+
+
+def test_a_scored_reservoir_draws_the_highest_scores_of_some(model):
+    buffer = Buffer(12)
+    pool = buffer.pool(random_images(12))
+    buffer.replace(pool, torch.arange(12))
+    best = contrast_score(model, buffer.images).topk(4).indices
+    for times, expected in ((3, set(best.tolist())), (1, None)):
+        rows = draw_batch(ScoredReservoir(times), buffer, 4, model, torch.Generator().manual_seed(0))
+        assert len(set(rows.tolist())) == 4
+        assert expected is None or set(rows.tolist()) == expected
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -236,6 +292,8 @@ def test_k_center_takes_a_plain_module_as_the_feature_space():
         lambda: SelectiveBackprop(beta=-1),
         lambda: SelectiveBackprop(beta=float("nan")),
         lambda: SelectiveBackprop(temperature=0),
+        lambda: Mixture(share=1.1),
+        lambda: ScoredReservoir(times=0),
     ],
 )
 def test_bad_options(make):
