@@ -147,6 +147,7 @@ def test_other_orders_and_sizes(cached):
     assert stream.test.images(np.arange(2)).shape == (2, 3, 48, 48)
 
 
+@pytest.mark.system
 def test_what_is_trained_on_and_what_is_tested_share_no_track(cached, model):
     from streamclr.runs.evaluation import evaluate, extract, labelled
 

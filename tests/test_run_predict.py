@@ -363,6 +363,7 @@ def give_labels(path, n):
     subprocess.run([*STREAMCLR, "label", "import", str(path), str(answered)], check=True, capture_output=True)
 
 
+@pytest.mark.system
 def test_a_real_clip_with_labels_that_come_while_it_learns(tmp_path):
     pytest.importorskip("av")
     if not DOG.exists():

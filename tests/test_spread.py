@@ -236,6 +236,29 @@ def test_the_encoder_is_tuned_on_the_neighbouring_frames_too(session, monkeypatc
     assert len(shown[1][0]) == 15
 
 
+def test_frames_without_an_answer_are_for_self_training(session):
+    label(session, 10)
+    answered = {question.arrival // CLIP for question in session.questions[:10]}
+    images, numbers = session._other_frames()
+    frames = {
+        key_of(frame.image): frame for clip in read_clips(session.directory.path / "candidates.bin") for frame in clip
+    }
+    found = [frames[key_of(image)].arrival for image in images]
+    assert {arrival // CLIP for arrival in found} == set(range(18 * LENGTH // CLIP)) - answered
+    for number in numbers.unique():
+        own = [arrival for arrival, one in zip(found, numbers, strict=True) if one == number]
+        assert len({arrival // LENGTH for arrival in own}) == 1  # no cut within
+    label(session)
+    assert len(session._other_frames().scenes.unique()) == 18 * LENGTH // CLIP - 24  # clips that are not asked about
+
+
+def test_self_training_is_a_candidate_while_there_are_questions_left(session):
+    label(session, 18)
+    assert "self-trained" in session.train("auto").why
+    assert session.train("selftrained").kind == "selftrained"
+    assert "self-trained" not in session.train("auto", spread=False).why
+
+
 def noisy_scenes(n_scenes, length, generator):
     """Frames and their classes, which are hard to see: each frame has a pattern of its own."""
     classes = torch.arange(n_scenes).repeat_interleave(length) % COLOURS

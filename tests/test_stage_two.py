@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from streamclr.models.predict import open_predictor
 from streamclr.stage_two import (
     DECAYS,
     DEFAULT_DECAY,
+    Unlabelled,
     _drawn,
     choose_classifier,
     cross_validate,
@@ -26,6 +28,8 @@ from streamclr.stage_two import (
     fine_tune,
     fit_linear,
     folds_of,
+    guess_labels,
+    self_train,
 )
 from support.images import random_images
 from support.runs import made_run
@@ -283,6 +287,68 @@ def test_the_public_encoder_is_chosen_where_the_adapted_one_is_worse():
     assert chosen.why.startswith("public encoder linear: 12 of 12 held-back labels right, linear ")
     chosen = choose(good, images, labels, 3, public=random_model(), kinds=("linear",))
     assert (chosen.is_public, chosen.model) == (False, None)  # of equals the adapted one
+
+
+class Sure(Head):
+    """Says the class with the probability that the image's first pixel says, in %."""
+
+    def __init__(self):
+        super().__init__(1, 2)
+
+    def forward(self, features):
+        p = features[:, 0].clamp(0.01, 0.99)
+        return torch.stack([(1 - p).log(), p.log()], 1)
+
+
+def test_a_scene_is_labelled_where_its_frames_together_are_sure(monkeypatch):
+    images = torch.zeros(7, 3, 8, 8, dtype=torch.uint8)
+    images[:, 0, 0, 0] = torch.tensor([99, 90, 60, 99, 40, 10, 5])
+    monkeypatch.setattr("streamclr.stage_two.features_of", lambda model, images, n: images[:, :1, 0, 0].float() / 100)
+    scenes = torch.tensor([4, 4, 4, 7, 7, 2, 2])  # means 0.83, 0.70, 0.075
+    rows, labels = guess_labels(random_model(), Sure(), Unlabelled(images, scenes))
+    assert rows.tolist() == [0, 1, 2, 5, 6]
+    assert labels.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_self_training_draws_labels_and_guesses_with_their_own_images(monkeypatch):
+    labelled, others = random_images(4, seed=1), random_images(6, seed=2)
+    seen, rows, guesses = [], [5, 1, 0, 2, 3, 4], [1, 0, 0, 0, 0, 0]
+    monkeypatch.setattr("streamclr.stage_two.guess_labels", lambda *_: (torch.tensor(rows), torch.tensor(guesses)))
+    monkeypatch.setattr("streamclr.stage_two.fine_tune", lambda *parts, **_: seen.append(parts))
+    labels, unlabelled = torch.tensor([0, 1, 0, 1]), Unlabelled(others, torch.arange(6))
+    self_train(random_model(), (random_model(), Head(32, 2)), labelled, labels, unlabelled)
+    _, image_of, targets, n_classes, weights = seen[0]
+    assert torch.equal(image_of(np.array([4, 0, 5, 3])), torch.stack([others[5], labelled[0], others[1], labelled[3]]))
+    assert torch.equal(image_of(np.array([5])), others[1:2])
+    assert (targets.tolist(), n_classes) == ([0, 1, 0, 1, *guesses], 2)
+    # One guess counts for a half at most, and five together as much as the two labels of their class.
+    assert weights.tolist() == pytest.approx([1, 1, 1, 1, 0.5, *[0.4] * 5])
+
+
+def test_self_training_uses_frames_without_a_label():
+    """Few labels, and many scenes of stripes."""
+    (few, labels), (many, classes), (tested, truth) = stripes(12), stripes(240, seed=1), stripes(100, seed=2)
+    order = classes.argsort(stable=True)
+    unlabelled = Unlabelled(many[order], torch.arange(240) // 8)
+    model = random_model()
+    chosen = choose(
+        model, few, labels, 2, kinds=("finetuned", "selftrained"), unlabelled=unlabelled, steps=60, flip=True
+    )
+    assert dict(chosen.tried).keys() == {"fine-tuned", "self-trained"}
+    teacher = tune(model, few, labels, 2, steps=60, flip=True)
+    pupil = self_train(model, teacher, few, labels, unlabelled, steps=60, flip=True, quiet=True)
+
+    def accuracy(own, head):
+        return float((head(features_of(own, tested, len(tested))).argmax(1) == truth).float().mean())
+
+    assert accuracy(*pupil) > accuracy(*teacher)
+
+
+def test_self_training_without_other_frames_is_not_tried():
+    images, labels = stripes(40)
+    assert "self-trained" not in dict(choose(random_model(), images, labels, 2, steps=5).tried)
+    with pytest.raises(UserError, match="selftrained needs other frames"):
+        choose(random_model(), images, labels, 2, kinds=("selftrained",))
 
 
 def test_with_too_few_labels_the_linear_one_is_taken():

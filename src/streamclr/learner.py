@@ -61,7 +61,7 @@ class Recipe:
     """How an encoder is trained; docs/log.md tells how these were found."""
 
     policy: str
-    buffer: int | str  # images, or bytes as "24M"
+    buffer: int | str  # images, or bytes as "48M"
     lr: float
     temperature: float
     positives: str  # two views of one frame, "views", or of two neighbouring ones, "time"
@@ -76,7 +76,7 @@ class Recipe:
 
 # The paper's, for random weights; and for a public encoder that is adapted to what a camera sees.
 FROM_SCRATCH = Recipe("contrast", 256, lr=1e-4, temperature=0.5, positives="views", train="all", crop=0.2, flip=True)
-ADAPT = Recipe("reservoir", "24M", lr=3e-4, temperature=0.2, positives="time", train="3", crop=0.2, flip=False)
+ADAPT = Recipe("reservoir", "48M", lr=3e-4, temperature=0.2, positives="time", train="3", crop=0.2, flip=False)
 BATCH_SIZE = 64  # unless the batch is the whole buffer
 POSITIVES = ("views", "time")
 

@@ -35,7 +35,12 @@ WEIGHT_DECAY = 1e-4
 SCALE = (0.5, 1.0)  # smallest and largest share of the image in a view
 STRENGTH, JITTER = 0.4, 0.8  # of the colour jitter, and its probability
 
-KINDS = {"linear": "linear", "finetuned": "fine-tuned"}  # the simplest first, and what people call them
+# Of self-training.
+CONFIDENT = 0.8  # a scene counts as labelled if its frames together give its class this probability
+MAX_GUESS_WEIGHT = 0.5  # of such a label, beside 1 of one that a person gave
+
+# The simplest first, and what people call them.
+KINDS = {"linear": "linear", "finetuned": "fine-tuned", "selftrained": "self-trained"}
 CLASSIFIERS = ("auto", *KINDS, "paper")  # the option of a run
 ImagesByNumber = Callable[[np.ndarray], np.ndarray | Tensor]  # row numbers in, uint8 images out
 
@@ -254,6 +259,58 @@ def fine_tune(
     return tuned.eval().requires_grad_(False), layer.cpu().eval().requires_grad_(False)
 
 
+class Unlabelled(NamedTuple):
+    """Frames of the stream that have no label."""
+
+    images: Tensor | ImagesByNumber
+    scenes: Tensor  # the number of the scene of each frame; the frames of a scene have one class
+
+
+def self_train(
+    model: ContrastiveModel,
+    teacher: tuple[ContrastiveModel, Head],
+    images: Tensor | ImagesByNumber,
+    labels: Tensor,
+    unlabelled: Unlabelled,
+    weights: Tensor | None = None,
+    **tuning: Any,
+) -> tuple[ContrastiveModel, Head]:
+    """Fine-tune a copy of the model on the labels and on what the teacher, fine-tuned on the labels, is sure of.
+
+    A single frame fools a classifier more easily than all frames of a scene do: their probabilities are averaged. The
+    guesses of a class count together at most as much as its labels, or the classes that are easy would win over the
+    others.
+    """
+    n_classes, n = teacher[1].linear.out_features, len(labels)
+    labels = checked_labels(labels, n_classes)
+    rows, guesses = guess_labels(*teacher, unlabelled)
+
+    def image_of(numbers: np.ndarray) -> Tensor:
+        parts = torch.from_numpy(numbers)
+        is_given = parts < n
+        found = [_rows_of(images, parts[is_given])] if is_given.any() else []
+        if not is_given.all():
+            found.append(_rows_of(unlabelled.images, rows[parts[~is_given] - n]))
+        return torch.cat(found)[torch.cat([is_given.nonzero(), (~is_given).nonzero()])[:, 0].argsort()]
+
+    weights = _checked_weights(weights, labels)
+    of_class = torch.zeros(n_classes).index_add_(0, labels, weights) / guesses.bincount(minlength=n_classes).clamp(
+        min=1
+    )
+    weights = torch.cat([weights, of_class[guesses].clamp(max=MAX_GUESS_WEIGHT)])
+    return fine_tune(model, image_of, torch.cat([labels, guesses]), n_classes, weights, **tuning)
+
+
+def guess_labels(model: ContrastiveModel, head: Head, unlabelled: Unlabelled) -> tuple[Tensor, Tensor]:
+    """The frames of all scenes that the classifier is sure of, and the class of each."""
+    _, scene = unlabelled.scenes.unique(return_inverse=True)
+    probabilities = head(features_of(model, unlabelled.images, len(scene))).softmax(1)
+    sums = torch.zeros(len(scene.unique()), probabilities.shape[1]).index_add_(0, scene, probabilities)
+    confidence, label = (sums / sums.sum(1, keepdim=True)).max(1)
+    rows = (confidence >= CONFIDENT)[scene].nonzero()[:, 0]
+    return rows, label[scene[rows]]
+
+
 def _schedule(step: int, steps: int) -> float:
     """The share of the learning rate: a linear warm-up, and half a cosine to zero."""
     return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 + math.cos(math.pi * step / steps)) / 2
@@ -321,34 +378,51 @@ def choose_classifier(
     public: ContrastiveModel | None = None,
     kinds: Sequence[str] = tuple(KINDS),
     features: Tensor | None = None,
+    unlabelled: Unlabelled | None = None,
     **tuning: Any,
 ) -> Chosen:
     """Train each candidate on four fifths of the labels, test it on the others, and train the best on all of them.
 
     The groups of labels stay whole, and only labels that a person gave are tested. Of equally good candidates the
-    simplest is taken: linear before fine-tuned, the adapted encoder before the public one.
+    simplest is taken: linear before fine-tuned before self-trained, the adapted encoder before the public one.
 
     weights, groups, images: see `fit_linear` and `fine_tune`.
     public: the encoder before it learned from the stream, as a further candidate.
     features: those of the images by the model, if they are known.
+    unlabelled: other frames of the stream, for self-training; none of a scene that has a label.
     tuning: other options of `fine_tune`.
     """
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
     weights, groups = _checked_weights(weights, labels), _checked_groups(groups, labels)
     models = [model] if public is None else [model, public]
+    has_others = unlabelled is not None and len(unlabelled.scenes) > 0
     candidates = [Candidate(kind, one, one is public) for kind in KINDS if kind in kinds for one in models]
+    # Without other frames to learn from, self-training is fine-tuning; the public encoder never saw the stream.
+    candidates = [one for one in candidates if one.kind != "selftrained" or (has_others and not one.is_public)]
+    if not candidates and "selftrained" in kinds:
+        raise UserError("selftrained needs other frames of the stream, and there are none: use finetuned")
     if not candidates:
         raise UserError(f"kinds is {kinds}: use some of {', '.join(KINDS)}")
     known_features = {} if features is None else {id(model): features}
+    done: dict[tuple[Candidate, int], tuple[ContrastiveModel, Head]] = {}  # a teacher may have been a candidate itself
 
     def trained(one: Candidate, rows: Tensor) -> tuple[ContrastiveModel, Head]:
+        if (one, len(rows)) not in done:
+            done[one, len(rows)] = train(one, rows)
+        return done[one, len(rows)]
+
+    def train(one: Candidate, rows: Tensor) -> tuple[ContrastiveModel, Head]:
         if one.kind == "linear":
             if id(one.model) not in known_features:
                 known_features[id(one.model)] = features_of(one.model, images, len(labels))
             own = known_features[id(one.model)][rows]
             return one.model, fit_linear(own, labels[rows], n_classes, weights[rows], groups[rows])
         pixels = images[rows] if isinstance(images, Tensor) else lambda n: images(rows.numpy()[n])
-        return fine_tune(one.model, pixels, labels[rows], n_classes, weights[rows], **tuning)
+        if one.kind == "finetuned":
+            return fine_tune(one.model, pixels, labels[rows], n_classes, weights[rows], **tuning)
+        assert unlabelled is not None
+        teacher = trained(Candidate("finetuned", one.model), rows)
+        return self_train(one.model, teacher, pixels, labels[rows], unlabelled, weights[rows], **tuning)
 
     held_back = folds_of(labels, groups) == 0
     tested = (held_back & (weights >= 1)).nonzero().flatten()

@@ -28,8 +28,8 @@ class LabelTrainOptions:
     run: str = argument("the run directory")
     classifier: str = option(
         "auto",
-        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), or auto (the better one on "
-        "labels held back)",
+        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), selftrained (so again, with "
+        "what it is sure of in frames without a label), or auto (the best on labels held back)",
     )
     spread: str | None = option(
         None, "let a label count for the neighbouring frames of its scene too: on or off [as the run]"

@@ -22,13 +22,13 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
 from streamclr.labelling.candidates import Candidate, key_of, middle, read_clips
 from streamclr.labelling.order import asking_order
-from streamclr.labelling.spread import find_companions
+from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.labelling.store import Answer, Labels, Question
 from streamclr.models.heads import PUBLIC, Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.label_budget import LabelBudget
 from streamclr.scenes import SPREAD_WEIGHT
-from streamclr.stage_two import KINDS, Chosen, choose_classifier, cross_validate, fit_linear
+from streamclr.stage_two import KINDS, Chosen, Unlabelled, choose_classifier, cross_validate, fit_linear
 
 N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar images for each
 
@@ -222,7 +222,10 @@ class LabelSession:
             keys = [self.questions[row].key for row in rows]
             shown = torch.cat([shown, torch.stack([one for key in keys for one in self._companion_images(key)])])
         kinds = tuple(KINDS) if classifier == "auto" else (classifier,)
-        chosen = choose_classifier(model, shown, targets, n_classes, weights, groups, public, kinds, features)
+        unlabelled = self._other_frames() if len(targets) > len(rows) else None
+        chosen = choose_classifier(
+            model, shown, targets, n_classes, weights, groups, public, kinds, features, unlabelled
+        )
         own = self.features if chosen.model is None else self._features(chosen.model, images, "features")
         return chosen, chosen.head(own).softmax(1)
 
@@ -237,6 +240,21 @@ class LabelSession:
             found = self.features[:0]
         self._companions |= dict(zip(missing, found.split([len(own) for own in missing.values()]), strict=True))
         return [self._companions[key] for key in keys]
+
+    def _other_frames(self) -> Unlabelled | None:
+        """The frames of the clips without an answer, scene by scene."""
+        answered = self.labels.answers().keys()
+        clips = read_clips(self.directory.path / "candidates.bin")
+        clips = [clip for clip in clips if not any(frame.key in answered for frame in clip)]
+        frames: list[Candidate] = []
+        scenes: list[int] = []
+        for number, clip in enumerate(clips):
+            one = middle(clip)
+            frames += [one, *same_scene(clip, one)]
+            scenes += [number] * (len(frames) - len(scenes))
+        if not frames:
+            return None
+        return Unlabelled(torch.stack([frame.image for frame in frames]), torch.tensor(scenes))
 
     def _companion_images(self, key: str) -> list[Tensor]:
         """Without images that are asked about themselves, as in a second pass: they have answers of their own."""

@@ -131,8 +131,8 @@ class EvaluationOptions:
     fractions: str = option("0.01,0.1,1", "label fractions for the classifier")
     classifier: str = option(
         "auto",
-        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), auto (the better one on "
-        "labels held back), or paper (linear, with the paper's Adam)",
+        "linear (a layer on the frozen encoder), finetuned (the encoder is trained too), selftrained (so again, with "
+        "what it is sure of in other tracks), auto (the best on labels held back), or paper (linear, the paper's Adam)",
     )
     spread: str = option(
         "on", "let a label count for the other frames of its track, where the source knows tracks: on or off"

@@ -22,7 +22,17 @@ from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import public_model
 from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.scenes import spread as spread_rows
-from streamclr.stage_two import Chosen, ImagesByNumber, check_classifier, choose_classifier, fine_tune, fit_linear
+from streamclr.stage_two import (
+    KINDS,
+    Chosen,
+    ImagesByNumber,
+    Unlabelled,
+    check_classifier,
+    choose_classifier,
+    fine_tune,
+    fit_linear,
+    self_train,
+)
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import Source
@@ -32,6 +42,7 @@ from streamclr.views import StrongViews
 MakeEncoder = Callable[[], nn.Module]
 Device = torch.device | str
 MAX_LABELS_TUNED = 5000  # with more, a linear classifier is almost as good, in a fraction of the time
+MAX_UNLABELLED = 20_000  # frames for self-training
 MAX_BYTES = 2**28  # of labelled images in memory; more are read again for every batch
 _say_once = cache(say)
 
@@ -144,9 +155,10 @@ def train_classifier(
     train: Images,
     known: Extracted,
     public: ContrastiveModel | None,
+    unlabelled: Unlabelled | None,
     seed: int,
 ) -> Chosen:
-    """A classifier from labelled images whose features are known."""
+    """A classifier from labelled images whose features are known, and perhaps other frames of the same stream."""
     features, labels, numbers, weights = known
     n_classes, tracks = len(train.classes), train.tracks
     groups = None if tracks is None else torch.from_numpy(tracks)[numbers]
@@ -160,10 +172,17 @@ def train_classifier(
         )
         return Chosen("linear", fit_linear(features, labels, n_classes, weights, groups), f"linear: {why}")
     images = _images_of(train, numbers)
-    if classifier == "finetuned":
-        own, head = fine_tune(model, images, labels, n_classes, weights, seed=seed)
-        return Chosen("finetuned", head, "fine-tuned: as asked", own)
-    return choose_classifier(model, images, labels, n_classes, weights, groups, public, features=features, seed=seed)
+    if classifier == "auto":
+        return choose_classifier(
+            model, images, labels, n_classes, weights, groups, public,
+            features=features, unlabelled=unlabelled, seed=seed,
+        )  # fmt: skip
+    own, head = fine_tune(model, images, labels, n_classes, weights, seed=seed)
+    if classifier == "selftrained":
+        if unlabelled is None:
+            raise UserError("selftrained needs frames whose tracks are known, beside those with labels: use finetuned")
+        own, head = self_train(model, (own, head), images, labels, unlabelled, weights, seed=seed)
+    return Chosen(classifier, head, f"{KINDS[classifier]}: as asked", own)
 
 
 def spread_over_tracks(known: Extracted, drawn: Tensor, tracks: Tensor) -> Extracted:
@@ -174,6 +193,18 @@ def spread_over_tracks(known: Extracted, drawn: Tensor, tracks: Tensor) -> Extra
     rows, sources = spread_rows(drawn.nonzero()[:, 0], tracks, reach=len(tracks))
     weights = torch.where(rows == sources, 1.0, SPREAD_WEIGHT)
     return Extracted(known.features[rows], known.labels[sources], known.numbers[rows], weights)
+
+
+def other_frames(train: Images, own: Extracted) -> Unlabelled | None:
+    """The frames of the tracks that have no label; None if there are none, or tracks are not known."""
+    if train.tracks is None:
+        return None
+    is_other = ~np.isin(train.tracks, train.tracks[own.numbers.numpy()])
+    numbers = np.flatnonzero(is_other)
+    numbers = numbers[evenly_spaced(len(numbers), MAX_UNLABELLED)]
+    if not len(numbers):
+        return None
+    return Unlabelled(lambda rows: train.images(numbers[rows]), torch.from_numpy(train.tracks[numbers]))
 
 
 def _images_of(images: Images, numbers: Tensor) -> Tensor | ImagesByNumber:
@@ -198,7 +229,7 @@ def evaluate(
 
     classifier: one of CLASSIFIERS.
     public: the encoder before it learned from the stream: `auto` takes it where the labels say that it is better.
-    spread: let a label count for the other frames of its track, where tracks are known.
+    spread: let a label count for the other frames of its track, and learn from other tracks, where tracks are known.
     """
     check_classifier(classifier)
     n_classes = len(train.classes)
@@ -210,10 +241,11 @@ def evaluate(
         drawn = torch.isin(known.numbers, numbers)
         if not drawn.any():
             raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
-        own = Extracted(*(column[drawn] for column in known))
+        own, unlabelled = Extracted(*(column[drawn] for column in known)), None
         if spread and train.tracks is not None and classifier != "paper":
             own = spread_over_tracks(known, drawn, torch.from_numpy(train.tracks)[known.numbers])
-        one = chosen[fraction] = train_classifier(classifier, model, train, own, public, seed)
+            unlabelled = other_frames(train, own)
+        one = chosen[fraction] = train_classifier(classifier, model, train, own, public, unlabelled, seed)
         accuracy = head_accuracy(one.head, tested if one.model is None else extract(one.model, test))
         labels[str(fraction)] = {
             "n_labels": int(drawn.sum()),

@@ -1,7 +1,6 @@
 """Not in the paper: a public encoder adapts to a stream; what the policies, fine-tuning and tracks add to it."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,10 +18,10 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.assemble import initial_model
-from streamclr.runs.evaluation import Extracted, extract, head_accuracy, labelled, spread_over_tracks, train_supervised
+from streamclr.runs.evaluation import Extracted, extract, head_accuracy, labelled, train_supervised
 from streamclr.scenes import REACH, SPREAD_WEIGHT, find_scenes_in
 from streamclr.scenes import spread as spread_rows
-from streamclr.stage_two import fine_tune, fit_linear
+from streamclr.stage_two import Unlabelled, fine_tune, fit_linear, self_train
 from streamclr.streams.datasets.images import Images
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab, run_job
@@ -31,9 +30,9 @@ FRACTIONS = (0.01, 0.1, 1.0)
 DECAY_OF_ALL = 1e-3  # of the linear classifier with all labels, which is not chosen again for each row
 # For the labels that are needed to reach GOAL %: fine-tuning without the stream, and adapted with labels spread.
 GOAL = 90.0
-MORE_LABELS, FEWER_LABELS = (0.02, 0.03, 0.04), (0.0025, 0.005)
+MORE_LABELS, FEWER_LABELS = (0.02, 0.03, 0.04), (0.005,)
 SHORT = {"GTSRB": 9_984, "CIFAR-10": 4_992}  # frames of the stream where policies are compared
-LONG = 39_936
+LONG = 99_840
 BUFFER = "12M"  # where policies are compared: 512 frames of 64 px with their neighbours
 PUBLIC, RESERVOIR, ADAPTED = "public encoder as it is", "reservoir", f"default, {LONG:,} frames"
 IN_RANDOM_ORDER = f"the same, neighbours in pairs, pairs in random order, {LONG:,} frames"
@@ -56,8 +55,11 @@ COLUMNS = {
     "linear 1.0": "linear, all",
     "tuned": "fine-tuned, 1 %",
     "tuned spread": "the same, spread over tracks",
+    "taught": "spread and self-trained",
     "tuned found": "spread, cuts found",
+    "taught found": "spread and self-trained, cuts found",
 }
+MEASURED = ("cpu_seconds", "linear", "tuned", "taught")  # beginnings of these names and those for other fractions
 
 
 def experiment(lab: Lab) -> Findings:
@@ -67,7 +69,7 @@ def experiment(lab: Lab) -> Findings:
             jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
     results = lab.do(jobs)
     measured = {
-        row: {name: [one[name] for one in own] for name in own[0] if name in COLUMNS or name.startswith("tuned ")}
+        row: {name: [one[name] for one in own] for name in own[0] if name.startswith(MEASURED)}
         for row, own in results.items()
     }
     table = Table(
@@ -77,8 +79,8 @@ def experiment(lab: Lab) -> Findings:
         "Labels: a class-balanced draw of the training frames, the same for each row of a seed. "
         f"Rows without a number of frames learn from {SHORT['GTSRB']:,} (CIFAR-10: {SHORT['CIFAR-10']:,}), policies "
         f"with a buffer of {BUFFER}. CPU seconds are of learning alone, one thread. Spread: a label counts for the "
-        "other frames of its track; cuts found: the stream is read as one video, and the adapted encoder finds the "
-        "cuts. Not in the paper.",
+        "other frames of its track; self-trained: fine-tuned again with what it is sure of in the other tracks; cuts "
+        "found: the stream is read as one video, and the adapted encoder finds the cuts. Not in the paper.",
     )
     series = [(row, [(mean(own["cpu_seconds"]), mean(own["linear 0.01"]))], "o") for row, own in measured.items()]
     findings = [table, _equal_seconds(measured), *_goals(measured)]
@@ -143,16 +145,22 @@ def _goals(measured: dict[str, dict[str, list[float]]]) -> list[Table]:
     rows = []
     for dataset in ("GTSRB", "CIFAR-10"):
         public, adapted, iid = (measured.get(f"{dataset}, {row}", {}) for row in (PUBLIC, ADAPTED, IN_RANDOM_ORDER))
-        for what, name in (("linear", "linear 0.01"), ("fine-tuned", "tuned"), ("spread", "tuned spread")):
+        for what, name in (
+            ("linear", "linear 0.01"),
+            ("fine-tuned", "tuned"),
+            ("spread", "tuned spread"),
+            ("spread and self-trained", "taught"),
+        ):
             if name in public and name in adapted:
                 rows.append([f"{dataset}, {what}: adapted less public", spread(margins(adapted[name], public[name]))])
         if iid:
             gains = [mean(margins(own["linear 0.01"], public["linear 0.01"])) for own in (adapted, iid)]
             share = f"{100 * gains[0] / gains[1]:.0f}"
             rows.append([f"{dataset}, linear: share of the gain in random order, %", share])
-        if "tuned found" in adapted:
-            difference = spread(margins(adapted["tuned found"], adapted["tuned spread"]))
-            rows.append([f"{dataset}, spread: cuts found less known tracks", difference])
+        for found, known in (("tuned found", "tuned spread"), ("taught found", "taught")):
+            if found in adapted:
+                difference = spread(margins(adapted[found], adapted[known]))
+                rows.append([f"{dataset}, {COLUMNS[known]}: cuts found less known tracks", difference])
         if MORE_LABELS and f"tuned {MORE_LABELS[0]}" in public:
             rows += _labels_needed(dataset, public, adapted)
     return [Table("What adapting gains with 1 % of the labels, points", ["", "mean and 95 % interval"], rows, "")]
@@ -162,8 +170,8 @@ def _labels_needed(dataset: str, public: dict[str, list[float]], adapted: dict[s
     """The share of the labels with which GOAL is reached, interpolated between the shares that were measured."""
     curves = {
         "public encoder fine-tuned": {0.01: public["tuned"]} | {f: public[f"tuned {f}"] for f in MORE_LABELS},
-        "adapted, spread, fine-tuned": {f: adapted[f"tuned spread {f}"] for f in FEWER_LABELS}
-        | {0.01: adapted["tuned spread"]},
+        "adapted, spread and self-trained": {f: adapted[f"taught {f}"] for f in FEWER_LABELS}
+        | {0.01: adapted["taught"]},
     }
     rows = []
     for name, curve in curves.items():
@@ -181,7 +189,7 @@ def _labels_needed(dataset: str, public: dict[str, list[float]], adapted: dict[s
 def measure(directory: Path, whole: bool, fewer: Sequence[float] = (), **config: Any) -> Result:
     """A run, and what its encoder is worth; whole: with all labels and fine-tuned, too.
 
-    fewer: label fractions to fine-tune with, spread over tracks.
+    fewer: label fractions to self-train with; the cuts of the stream are then found, too.
     """
     result = run_job(directory, stage_two=False, **config)
     model = RunDirectory(directory / "run").load_model()
@@ -202,7 +210,7 @@ def measure_public(directory: Path, more: Sequence[float], **config: Any) -> Res
     for fraction in more:
         numbers = draw_labelled(train.labels, fraction, train.classes, one.seed)
         own = Extracted(torch.empty(0), torch.from_numpy(train.labels)[numbers], numbers, torch.ones(len(numbers)))
-        found[f"tuned {fraction}"] = tuned_accuracy(model, train, test, own, one.seed)
+        found[f"tuned {fraction}"] = _tuned(model, train, test, own, one.seed)[0]
     return found
 
 
@@ -243,17 +251,21 @@ def worth(model: ContrastiveModel, one: RunOptions, whole: bool, fewer: Sequence
             decay=DECAY_OF_ALL if fraction == 1 else None,
         )
         found[f"linear {fraction}"] = 100 * head_accuracy(head, tested).top1
-    if whole:
-        drawn = draws[FRACTIONS[0]]
-        accuracy = partial(tuned_accuracy, model, train, test, seed=one.seed)
-        found["tuned"] = accuracy(own=Extracted(*(column[drawn] for column in known)))
-        if train.tracks is not None:
-            tracks = torch.from_numpy(train.tracks)[known.numbers]
-            found["tuned spread"] = accuracy(own=spread_over_tracks(known, drawn, tracks))
-            found["tuned found"] = accuracy(own=spread_over_found(known, drawn, tracks, one.seed))
-            for fraction in fewer:
-                few = torch.isin(known.numbers, draw_labelled(train.labels, fraction, train.classes, one.seed))
-                found[f"tuned spread {fraction}"] = accuracy(own=spread_over_tracks(known, few, tracks))
+    if not whole:
+        return found
+    few = draws[FRACTIONS[0]]
+    found["tuned"] = _tuned(model, train, test, Extracted(*(column[few] for column in known)), one.seed)[0]
+    if train.tracks is not None:
+        tracks = torch.from_numpy(train.tracks)[known.numbers]
+        found["tuned spread"], found["taught"] = taught(model, train, test, known, few, tracks, one.seed)
+        if fewer:
+            video = as_one_video(tracks, one.seed)
+            scenes = find_scenes_in(known.features[video])
+            parts = Extracted(*(column[video] for column in known)), few[video], scenes
+            found["tuned found"], found["taught found"] = taught(model, train, test, *parts, one.seed, REACH)
+        for fraction in fewer:
+            drawn = torch.isin(known.numbers, draw_labelled(train.labels, fraction, train.classes, one.seed))
+            found[f"taught {fraction}"] = taught(model, train, test, known, drawn, tracks, one.seed)[1]
     return found
 
 
@@ -261,21 +273,41 @@ def _groups(train: Images, numbers: Tensor) -> Tensor | None:
     return None if train.tracks is None else torch.from_numpy(train.tracks)[numbers]
 
 
-def spread_over_found(known: Extracted, drawn: Tensor, tracks: Tensor, seed: int) -> Extracted:
-    """Labels spread without known tracks: tracks in random order are one video, in which the cuts have to be found."""
+def as_one_video(tracks: Tensor, seed: int) -> Tensor:
+    """The rows of whole tracks in random order: one video, in which the cuts have to be found."""
     generator = torch.Generator().manual_seed(seed)
     _, number = tracks.unique(return_inverse=True)
     place = torch.randperm(int(number.max()) + 1, generator=generator)[number]
-    order = (place * len(tracks) + torch.arange(len(tracks))).argsort()  # whole tracks, their frames in order
-    rows, sources = spread_rows(drawn[order].nonzero()[:, 0], find_scenes_in(known.features[order]), REACH)
+    return (place * len(tracks) + torch.arange(len(tracks))).argsort()
+
+
+def taught(
+    model: ContrastiveModel,
+    train: Images,
+    test: Images,
+    known: Extracted,
+    drawn: Tensor,
+    scenes: Tensor,
+    seed: int,
+    reach: int | None = None,
+) -> tuple[float, float]:
+    """Fine-tuned on labels that are spread over their scenes, and self-trained on the other scenes, in %."""
+    rows, sources = spread_rows(drawn.nonzero()[:, 0], scenes, len(scenes) if reach is None else reach)
     weights = torch.where(rows == sources, 1.0, SPREAD_WEIGHT)
-    return Extracted(known.features[order[rows]], known.labels[order[sources]], known.numbers[order[rows]], weights)
-
-
-def tuned_accuracy(model: ContrastiveModel, train: Images, test: Images, own: Extracted, seed: int) -> float:
-    """Fine-tuned on these labels, in %."""
+    own = Extracted(known.features[rows], known.labels[sources], known.numbers[rows], weights)
+    accuracy, teacher = _tuned(model, train, test, own, seed)
+    others = (~torch.isin(scenes, scenes[rows])).nonzero()[:, 0]
+    numbers = known.numbers[others].numpy()
+    unlabelled = Unlabelled(lambda chosen: train.images(numbers[chosen]), scenes[others])
     images = torch.from_numpy(train.images(own.numbers.numpy()))
-    tuned: tuple[ContrastiveModel, Head] = fine_tune(
-        model, images, own.labels, len(train.classes), own.weights, seed=seed, quiet=True
-    )
-    return 100 * head_accuracy(tuned[1], extract(tuned[0], test)).top1
+    pupil = self_train(model, teacher, images, own.labels, unlabelled, own.weights, seed=seed, quiet=True)
+    return accuracy, 100 * head_accuracy(pupil[1], extract(pupil[0], test)).top1
+
+
+def _tuned(
+    model: ContrastiveModel, train: Images, test: Images, own: Extracted, seed: int
+) -> tuple[float, tuple[ContrastiveModel, Head]]:
+    """Fine-tuned on these labels: the accuracy in %, and the classifier."""
+    images = torch.from_numpy(train.images(own.numbers.numpy()))
+    tuned = fine_tune(model, images, own.labels, len(train.classes), own.weights, seed=seed, quiet=True)
+    return 100 * head_accuracy(tuned[1], extract(tuned[0], test)).top1, tuned
