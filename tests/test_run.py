@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from streamclr import Learner, UserError
+from streamclr import Learner, UserError, open_stream
 from streamclr.base.errors import Stopped
 from streamclr.base.files import write_json
 from streamclr.base.tensors import load_tensors
@@ -20,6 +21,7 @@ from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
+from streamclr.runs.evaluation import Extracted, labelled, other_frames, spread_over_tracks
 from streamclr.runs.run import run
 from support.camera import write_clip
 from support.images import make_folder
@@ -112,6 +114,48 @@ def test_an_unlabelled_stream_has_no_classifier(tmp_path):
     assert results["images"] == 20
     with pytest.raises(UserError, match="has no classifier"):
         Heads(RunDirectory.existing(path)).load()
+
+
+def tracked_folder(path, n_tracks=6, n=4):
+    """Two classes of tracks, frames of one colour that gets brighter."""
+    for name, colour in (("ant", (90, 20, 20)), ("bee", (20, 20, 90))):
+        for track in range(n_tracks):
+            (path / name / f"t{track}").mkdir(parents=True)
+            for frame in range(n):
+                picture = np.full((16, 16, 3), colour, np.uint8) + np.uint8(10 * track + frame)
+                Image.fromarray(picture).save(path / name / f"t{track}" / f"{frame}.png")
+    return f"folder:{path}"
+
+
+def test_labels_are_spread_over_their_tracks_and_the_others_are_for_self_training(tmp_path):
+    train, _ = labelled(open_stream(tracked_folder(tmp_path / "in")))
+    known = Extracted(torch.rand(len(train), 2), torch.from_numpy(train.labels), *(torch.arange(len(train)),) * 2)
+    tracks = torch.from_numpy(train.tracks)
+    drawn = torch.zeros(len(train), dtype=torch.bool)
+    drawn[[0, 5, 21]] = True
+    own = spread_over_tracks(known, drawn, tracks)
+    assert set(tracks[own.numbers].tolist()) == set(tracks[drawn].tolist())
+    assert len(own.labels) == 12
+    assert sorted(own.weights.tolist()) == [0.5] * 9 + [1.0] * 3
+    assert torch.equal(own.labels, known.labels[own.numbers])  # of one class each
+    images, scenes = other_frames(train, known, own, tracks)
+    assert not set(scenes.tolist()) & set(tracks[drawn].tolist())
+    assert len(scenes) == len(train) - 12
+    assert images(np.array([0])).shape == (1, 3, 16, 16)
+    assert other_frames(train, known, known, tracks) is None
+
+
+def test_self_training_in_a_run(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("streamclr.stage_two.MIN_STEPS", 3)
+    options = dataclasses.replace(config, source=tracked_folder(tmp_path / "in"), stc=None, images=40, fractions="0.2")
+    path, results = run(dataclasses.replace(options, classifier="selftrained"))
+    found = results["labels"]["0.2"]
+    assert (found["classifier"], found["why"]) == ("selftrained", "self-trained: as asked")
+    assert Heads(RunDirectory.existing(path)).load()
+    out = tmp_path / "without"
+    with pytest.raises(UserError, match="selftrained needs frames whose tracks are known"):
+        run(dataclasses.replace(config, classifier="selftrained", out=str(out)))
+    assert not out.exists()
 
 
 def test_supervised_baselines(config):

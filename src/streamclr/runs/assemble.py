@@ -113,6 +113,8 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
         if plan.memory is not None:
             raise UserError("--predict takes memory that --memory does not count: use one of them")
     if stream.train is not None:
+        if plan.classifier == "selftrained" and (stream.train.tracks is None or plan.spread == "off"):
+            raise UserError("selftrained needs frames whose tracks are known, and --spread on: use finetuned")
         for fraction in plan.label_fractions:
             draw_labelled(stream.train.labels, fraction, stream.train.classes)
     learner = make_learner(plan)

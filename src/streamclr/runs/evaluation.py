@@ -177,10 +177,10 @@ def train_classifier(
             model, images, labels, n_classes, weights, groups, public,
             features=features, unlabelled=unlabelled, seed=seed,
         )  # fmt: skip
+    if classifier == "selftrained" and unlabelled is None:
+        raise UserError("selftrained needs tracks without a label, and all have one: use finetuned")
     own, head = fine_tune(model, images, labels, n_classes, weights, seed=seed)
-    if classifier == "selftrained":
-        if unlabelled is None:
-            raise UserError("selftrained needs frames whose tracks are known, beside those with labels: use finetuned")
+    if unlabelled is not None and classifier == "selftrained":
         own, head = self_train(model, (own, head), images, labels, unlabelled, weights, seed=seed)
     return Chosen(classifier, head, f"{KINDS[classifier]}: as asked", own)
 
@@ -195,16 +195,15 @@ def spread_over_tracks(known: Extracted, drawn: Tensor, tracks: Tensor) -> Extra
     return Extracted(known.features[rows], known.labels[sources], known.numbers[rows], weights)
 
 
-def other_frames(train: Images, own: Extracted) -> Unlabelled | None:
-    """The frames of the tracks that have no label; None if there are none, or tracks are not known."""
-    if train.tracks is None:
-        return None
-    is_other = ~np.isin(train.tracks, train.tracks[own.numbers.numpy()])
-    numbers = np.flatnonzero(is_other)
-    numbers = numbers[evenly_spaced(len(numbers), MAX_UNLABELLED)]
-    if not len(numbers):
-        return None
-    return Unlabelled(lambda rows: train.images(numbers[rows]), torch.from_numpy(train.tracks[numbers]))
+def other_frames(train: Images, known: Extracted, own: Extracted, tracks: Tensor) -> Unlabelled | None:
+    """The frames of tracks without a label; None if there are none.
+
+    known: all images that can be read; own: those with labels; tracks: of all.
+    """
+    others = (~torch.isin(tracks, tracks[torch.isin(known.numbers, own.numbers)])).nonzero()[:, 0]
+    others = others[evenly_spaced(len(others), MAX_UNLABELLED)]
+    numbers = known.numbers[others].numpy()
+    return Unlabelled(lambda rows: train.images(numbers[rows]), tracks[others]) if len(numbers) else None
 
 
 def _images_of(images: Images, numbers: Tensor) -> Tensor | ImagesByNumber:
@@ -243,8 +242,9 @@ def evaluate(
             raise UserError(f"none of the {len(numbers)} images of {fraction:.2%} labels can be read: use more labels")
         own, unlabelled = Extracted(*(column[drawn] for column in known)), None
         if spread and train.tracks is not None and classifier != "paper":
-            own = spread_over_tracks(known, drawn, torch.from_numpy(train.tracks)[known.numbers])
-            unlabelled = other_frames(train, own)
+            tracks = torch.from_numpy(train.tracks)[known.numbers]
+            own = spread_over_tracks(known, drawn, tracks)
+            unlabelled = other_frames(train, known, own, tracks)
         one = chosen[fraction] = train_classifier(classifier, model, train, own, public, unlabelled, seed)
         accuracy = head_accuracy(one.head, tested if one.model is None else extract(one.model, test))
         labels[str(fraction)] = {

@@ -177,8 +177,9 @@ def _labels_needed(dataset: str, public: dict[str, list[float]], adapted: dict[s
     for name, curve in curves.items():
         means = {fraction: mean(accuracies) for fraction, accuracies in curve.items()}
         points = ", ".join(f"{fraction:.2%} of the labels {spread(curve[fraction], 1)}" for fraction in curve)
-        needed = np.interp(GOAL, list(means.values()), list(means), left=np.nan, right=np.nan)
-        rows.append([f"{dataset}, {name}: labels for {GOAL:.0f} %", f"{needed:.2%} ({points})"])
+        needed = float(np.interp(GOAL, list(means.values()), list(means)))
+        side = "below " if means[min(means)] > GOAL else "above " if means[max(means)] < GOAL else ""
+        rows.append([f"{dataset}, {name}: labels for {GOAL:.0f} %", f"{side}{needed:.2%} ({points})"])
     return rows
 
 
