@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamclr.base.errors import UserError
     from streamclr.buffer import Buffer
+    from streamclr.encoders.mobilenet import mobilenet_v2
     from streamclr.encoders.projection import FeatureExtractor
     from streamclr.encoders.resnet import resnet18, resnet34, resnet50
     from streamclr.guards import Guarded
@@ -13,7 +14,17 @@ if TYPE_CHECKING:
     from streamclr.loss import nt_xent
     from streamclr.models.card import Card
     from streamclr.models.pretrained import Pretrained, from_pretrained, save_pretrained
-    from streamclr.policy import ContrastScoring, FIFOReplace, KCenter, RandomReplace, Reservoir, SelectiveBackprop
+    from streamclr.policy import (
+        ContrastScoring,
+        FIFOReplace,
+        KCenter,
+        MinRed,
+        Mixture,
+        RandomReplace,
+        Reservoir,
+        ScoredReservoir,
+        SelectiveBackprop,
+    )
     from streamclr.score import contrast_score
     from streamclr.streams.stream import open_stream
     from streamclr.views import StrongViews
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "base.errors": ["UserError"],
     "buffer": ["Buffer"],
+    "encoders.mobilenet": ["mobilenet_v2"],
     "encoders.projection": ["FeatureExtractor"],
     "encoders.resnet": ["resnet18", "resnet34", "resnet50"],
     "guards": ["Guarded"],
@@ -28,7 +40,17 @@ _MODULES = {
     "loss": ["nt_xent"],
     "models.card": ["Card"],
     "models.pretrained": ["Pretrained", "from_pretrained", "save_pretrained"],
-    "policy": ["ContrastScoring", "FIFOReplace", "KCenter", "RandomReplace", "Reservoir", "SelectiveBackprop"],
+    "policy": [
+        "ContrastScoring",
+        "FIFOReplace",
+        "KCenter",
+        "MinRed",
+        "Mixture",
+        "RandomReplace",
+        "Reservoir",
+        "ScoredReservoir",
+        "SelectiveBackprop",
+    ],
     "score": ["contrast_score"],
     "streams.stream": ["open_stream"],
     "views": ["StrongViews"],
