@@ -228,7 +228,7 @@ def test_above_so_many_labels_auto_is_linear(model, monkeypatch):
     monkeypatch.setattr(evaluation, "MAX_LABELS_TUNED", 59)
     results, _ = evaluate(model, coloured(60), coloured(30), (1.0,))
     assert results["labels"]["1.0"]["why"] == "linear: 60 labels, and auto fine-tunes on 59 at most"
-    with pytest.raises(UserError, match=r"no classifier 'forest': use auto, linear, finetuned, paper"):
+    with pytest.raises(UserError, match=r"no classifier 'forest': use auto, linear, finetuned, selftrained, paper"):
         evaluate(model, coloured(60), coloured(30), (1.0,), classifier="forest")
 
 

@@ -183,7 +183,7 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
         if config.source not in ("cifar10", "tiny-imagenet-20"):
             raise UserError("not here")
         size = 32 if config.source == "cifar10" else 64
-        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False)
+        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False, in_time=False)
 
     if name == "fleet":
         pytest.importorskip("flwr")
