@@ -1,6 +1,7 @@
 """Not in the paper: a public encoder adapts to a stream; what the policies, fine-tuning and tracks add to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from streamclr.base.files import read_json, write_json
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.classifier import Accuracy, Head, draw_labelled
@@ -196,7 +198,7 @@ def measure(directory: Path, whole: bool, fewer: Sequence[float] = (), **config:
     result = run_job(directory, stage_two=False, **config)
     model = RunDirectory(directory / "run").load_model()
     found = {"cpu_seconds": result["cpu_seconds_learning"], "encoder": result.get("encoder")}
-    return found | worth(model, RunOptions(**config), whole, fewer)
+    return found | worth(Kept(directory), model, RunOptions(**config), whole, fewer)
 
 
 def measure_public(directory: Path, more: Sequence[float], **config: Any) -> Result:
@@ -207,13 +209,14 @@ def measure_public(directory: Path, more: Sequence[float], **config: Any) -> Res
     one = RunOptions(**config)
     plan = resolve(one, open_run_stream(one))
     model = initial_model(plan, plan.size).eval()
-    found = {"cpu_seconds": 0.0} | worth(model, one, whole=True)
+    kept = Kept(directory)
+    worth(kept, model, one, whole=True)
     train, test = labelled(open_run_stream(one))
     for fraction in more:
         numbers = draw_labelled(train.labels, fraction, train.classes, one.seed)
         own = Extracted(torch.empty(0), torch.from_numpy(train.labels)[numbers], numbers, torch.ones(len(numbers)))
-        found[f"tuned {fraction}"] = _tuned(model, train, test, own, one.seed)[0]
-    return found
+        kept.add(f"tuned {fraction}", measure=partial(_tuned, model, train, test, own, one.seed))
+    return {"cpu_seconds": 0.0} | kept.found
 
 
 def measure_labels_alone(directory: Path, **config: Any) -> Result:
@@ -235,7 +238,21 @@ def measure_labels_alone(directory: Path, **config: Any) -> Result:
     return {"cpu_seconds": 0.0, "linear 0.01": 100 * linear, "tuned": 100 * tuned}
 
 
-def worth(model: ContrastiveModel, one: RunOptions, whole: bool, fewer: Sequence[float] = ()) -> Result:
+class Kept:
+    """What a job has measured so far: each part takes minutes, and an interrupted job goes on after the last."""
+
+    def __init__(self, directory: Path):
+        self.file = directory / "measured.json"
+        self.found: Result = read_json(self.file) if self.file.exists() else {}
+
+    def add(self, *names: str, measure: Callable[[], Sequence[Any]]) -> None:
+        """measure: returns a value for each name, and perhaps more."""
+        if not all(name in self.found for name in names):
+            self.found |= dict(zip(names, measure(), strict=False))
+            write_json(self.file, self.found)
+
+
+def worth(kept: Kept, model: ContrastiveModel, one: RunOptions, whole: bool, fewer: Sequence[float] = ()) -> Result:
     """Accuracies in %: of a linear classifier with few labels and, if wanted, with all and fine-tuned on few."""
     train, test = labelled(open_run_stream(one))
     fractions = FRACTIONS if whole else FRACTIONS[:-1]
@@ -243,32 +260,32 @@ def worth(model: ContrastiveModel, one: RunOptions, whole: bool, fewer: Sequence
     needed = None if whole else torch.cat(list(numbers.values())).unique()
     known, tested = extract(model, train, needed), extract(model, test)
     draws = {fraction: torch.isin(known.numbers, own) for fraction, own in numbers.items()}
-    found: Result = {}
+
+    def linear(fraction: float, drawn: Tensor) -> tuple[float]:
+        decay, groups = DECAY_OF_ALL if fraction == 1 else None, _groups(train, known.numbers[drawn])
+        head = fit_linear(known.features[drawn], known.labels[drawn], len(train.classes), groups=groups, decay=decay)
+        return (100 * head_accuracy(head, tested).top1,)
+
     for fraction, drawn in draws.items():
-        head = fit_linear(
-            known.features[drawn],
-            known.labels[drawn],
-            len(train.classes),
-            groups=_groups(train, known.numbers[drawn]),
-            decay=DECAY_OF_ALL if fraction == 1 else None,
-        )
-        found[f"linear {fraction}"] = 100 * head_accuracy(head, tested).top1
+        kept.add(f"linear {fraction}", measure=partial(linear, fraction, drawn))
     if not whole:
-        return found
+        return kept.found
     few = draws[FRACTIONS[0]]
-    found["tuned"] = _tuned(model, train, test, Extracted(*(column[few] for column in known)), one.seed)[0]
+    kept.add("tuned", measure=partial(_tuned, model, train, test, Extracted(*(c[few] for c in known)), one.seed))
     if train.tracks is not None:
         tracks = torch.from_numpy(train.tracks)[known.numbers]
-        found["tuned spread"], found["taught"] = taught(model, train, test, known, few, tracks, one.seed)
+        teach = partial(taught, model, train, test)
+        kept.add("tuned spread", "taught", measure=partial(teach, known, few, tracks, one.seed))
         if fewer:
             video = as_one_video(tracks, one.seed)
             scenes = find_scenes_in(known.features[video])
             parts = Extracted(*(column[video] for column in known)), few[video], scenes
-            found["tuned found"], found["taught found"] = taught(model, train, test, *parts, one.seed, REACH)
+            kept.add("tuned found", "taught found", measure=partial(teach, *parts, one.seed, REACH))
         for fraction in fewer:
             drawn = torch.isin(known.numbers, draw_labelled(train.labels, fraction, train.classes, one.seed))
-            found[f"taught {fraction}"] = taught(model, train, test, known, drawn, tracks, one.seed)[1]
-    return found
+            names = f"tuned spread {fraction}", f"taught {fraction}"
+            kept.add(*names, measure=partial(teach, known, drawn, tracks, one.seed))
+    return kept.found
 
 
 def _groups(train: Images, numbers: Tensor) -> Tensor | None:
