@@ -294,10 +294,9 @@ def self_train(
         return torch.cat(found)[torch.cat([is_given.nonzero(), (~is_given).nonzero()])[:, 0].argsort()]
 
     weights = _checked_weights(weights, labels)
-    of_class = torch.zeros(n_classes).index_add_(0, labels, weights) / guesses.bincount(minlength=n_classes).clamp(
-        min=1
-    )
-    weights = torch.cat([weights, of_class[guesses].clamp(max=MAX_GUESS_WEIGHT)])
+    of_labels = torch.zeros(n_classes).index_add_(0, labels, weights)  # the weight of each class
+    n_guesses = guesses.bincount(minlength=n_classes)
+    weights = torch.cat([weights, (of_labels / n_guesses)[guesses].clamp(max=MAX_GUESS_WEIGHT)])
     return fine_tune(model, image_of, torch.cat([labels, guesses]), n_classes, weights, **tuning)
 
 
