@@ -53,6 +53,14 @@ def test_of_mobilenet_too_with_any_part_that_learns(train):
     check_chunked(model, 8, 32, 3)
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("train", ["all", "2", "norms"])
+def test_of_compact_too(norm, train):
+    model = Architecture.resolve("compact", 32, width=4, norm=norm).make_model()
+    set_trained(model, train)
+    check_chunked(model, 10, 20, 3)
+
+
 @pytest.mark.parametrize("make", [resnet18, resnet50])
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("train", ["all", "4", "1", "norms"])

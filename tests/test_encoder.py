@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamclr import Learner, UserError, resnet18, resnet34, resnet50
+from streamclr import Learner, UserError, compact, resnet18, resnet34, resnet50
 from streamclr.encoders.architecture import RESNETS, Architecture
 from streamclr.encoders.inference import infer, infer_views
 from streamclr.encoders.projection import ContrastiveModel, count_features
@@ -47,6 +47,46 @@ def test_maps_images_to_features(make, norm, stem, side):
     features = encoder(torch.rand(2, 3, side, side))
     assert features.shape == (2, encoder.n_features)
     assert encoder.n_features == 32 * (4 if make is resnet50 else 1)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize(("width", "side"), [(2, 8), (5, 32), (32, 64)])
+def test_compact_maps_images_of_any_size_to_features(width, norm, side):
+    encoder = compact(width, norm)
+    assert encoder(torch.rand(2, 3, side, side)).shape == (2, encoder.n_features) == (2, 4 * width)
+
+
+def test_the_blocks_of_compact_are_all_that_it_computes():
+    encoder = compact(4)
+    in_blocks = {id(part) for block in encoder.blocks for pair in block.path for part in pair}
+    assert in_blocks == {id(m) for m in encoder.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d)}
+    assert [len(stage) for stage in encoder.stages] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"width": 1}, "width is 1: use at least 2"),
+        ({"width": 0}, "width is 0"),
+        ({"norm": "layer"}, "norm is 'layer'"),
+    ],
+)
+def test_bad_options_of_compact(options, why):
+    with pytest.raises(UserError, match=why):
+        Architecture.resolve("compact", 32, **options).make()
+
+
+def test_compact_has_no_choice_of_stem():
+    with pytest.raises(UserError, match="stem is small, and compact has no choice of it: leave it out"):
+        Architecture.resolve("compact", 32, stem="small")
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_the_architecture_of_compact_is_found_in_a_model(norm):
+    asked = Architecture.resolve("compact", 32, width=6, norm=norm)
+    assert Architecture.of(asked.make_model()) == asked == ("compact", 6, None, norm, "batchnorm")
+    assert str(asked) == f"a compact of width 6 with {norm} norm"
+    assert asked.usual_init == "random"
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 20, 56, 64])

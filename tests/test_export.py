@@ -30,7 +30,7 @@ from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.streams import frame
 from support.images import random_images
-from support.runs import MOBILENET, classifier_of, made_run
+from support.runs import COMPACT, MOBILENET, classifier_of, made_run
 
 onnx = pytest.importorskip("onnx")
 
@@ -143,6 +143,7 @@ def test_the_file_says_what_pytorch_says(kind, finished, onnx_file, torch_file):
     [
         {"stem": "imagenet", "norm": "group"},  # a single pixel in the last stage
         {"encoder": "resnet50"},
+        COMPACT,
         MOBILENET,
     ],
 )
@@ -197,11 +198,16 @@ def test_int8_looks_again_where_it_is_in_doubt(tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("options", [{"norm": "group", "stem": "imagenet"}, MOBILENET])
+@pytest.mark.parametrize("options", [{"norm": "group", "stem": "imagenet"}, COMPACT, MOBILENET])
 def test_int8_of_every_encoder(options, tmp_path):
-    _, parity = export(made_run(tmp_path / "run", **options), int8=True)
-    assert parity.equal_classes >= 0.97  # of 48 images, at most one otherwise
-    assert 0 < parity.looked_again < 1  # random weights find all noise alike
+    """Layer upon layer of random weights makes much of a small error, the more so the deeper, and on each CPU a little
+    otherwise: the second look mends most of it, and what is below 99 % is said."""
+    directory = made_run(tmp_path / "run", **options)
+    _, parity = export(directory, int8=True)
+    _, pure = export(directory, int8=True, out=tmp_path / "pure.onnx", pure=True)
+    assert 1 - parity.equal_classes < (1 - pure.equal_classes) / 2
+    assert (parity.problem is None) == (parity.equal_classes >= 0.99)
+    assert 0 < parity.looked_again < 1
 
 
 def test_metadata(finished, onnx_file, torch_file):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from streamclr import ContrastScoring, UserError, contrast_score, open_stream, resnet18, resnet50
+from streamclr import ContrastScoring, UserError, compact, contrast_score, open_stream, resnet18, resnet50
 from streamclr.base.machine import cache_dir
 from streamclr.buffer import Buffer, Pool
 from streamclr.compute import fast_scoring as inference_module
@@ -49,6 +49,14 @@ def test_folded_is_the_model(make, stem, size):
     model = trained(make, size, steps=2, width=8, stem=stem)
     images = random_images(20, size=size)
     assert torch.allclose(contrast_score(model, images, "folded"), contrast_score(model, images), atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["folded", "int8", "half"])
+def test_compact_has_every_precision(images, precision):
+    model, images = trained(compact, steps=2, width=8), images[:100]
+    with inference_mode(model):
+        fast, exact = (inference_module.projection(model, images, p)(images / 255) for p in (precision, "fp32"))
+    assert (fast * exact).sum(1).mean() > (0.99999 if precision == "folded" else 0.99)
 
 
 def test_mobilenet_is_scored_folded_but_not_in_int8(images):
@@ -204,7 +212,7 @@ def test_without_int8_kernels_something_else_is_the_fastest(wide, images, monkey
         def __init__(self, *args):
             raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(inference_module, "Int8ResNet", Missing)
+    monkeypatch.setattr(inference_module, "Int8Encoder", Missing)
     assert inference_module._measured(wide, images[:8]) in ("fp32", "folded")
 
 

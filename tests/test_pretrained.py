@@ -104,6 +104,13 @@ def test_mobilenet_with_a_projection_head_that_has_batch_norm(tmp_path):
     assert check_round_trip(model, tmp_path).architecture == ("mobilenet_v2", None, None, None, "batchnorm")
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_compact(norm, tmp_path):
+    loaded = check_round_trip(made(6, 32, "compact", None, norm, projection="batchnorm"), tmp_path)
+    assert loaded.architecture == ("compact", 6, None, norm, "batchnorm")
+    assert "streamclr.compact(width)" in (tmp_path / "m" / "README.md").read_text()
+
+
 def check_round_trip(model, tmp_path):
     save_pretrained(model, tmp_path / "m")
     loaded = from_pretrained(tmp_path / "m")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamclr.base.errors import UserError
     from streamclr.buffer import Buffer
+    from streamclr.encoders.compact import compact
     from streamclr.encoders.mobilenet import mobilenet_v2
     from streamclr.encoders.projection import FeatureExtractor
     from streamclr.encoders.resnet import resnet18, resnet34, resnet50
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "base.errors": ["UserError"],
     "buffer": ["Buffer"],
+    "encoders.compact": ["compact"],
     "encoders.mobilenet": ["mobilenet_v2"],
     "encoders.projection": ["FeatureExtractor"],
     "encoders.resnet": ["resnet18", "resnet34", "resnet50"],

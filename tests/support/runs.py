@@ -43,6 +43,7 @@ def made_run(path, size=32, n_batches=3, **options):
     return directory
 
 
+COMPACT = {"encoder": "compact", "width": 8, "stem": None}
 MOBILENET = {  # for made_run; with fewer batches its statistics are far from those of any image
     "encoder": "mobilenet_v2", "width": None, "stem": None, "n_batches": 60,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.machine import cache_dir, cpu_name
-from streamclr.encoders.architecture import MobileNetV2, ResNet, is_built_in
+from streamclr.encoders.architecture import Compact, MobileNetV2, ResNet, is_built_in
 from streamclr.encoders.blocks import Block
 from streamclr.encoders.projection import ContrastiveModel
 
@@ -42,7 +42,7 @@ def projection(model: nn.Module, images: Tensor, precision: str) -> Projection:
     encode: Projection = folded
     if precision == "int8":
         few = images[:: max(1, len(images) // N_CALIBRATION)][:N_CALIBRATION].to(model.mean.device)
-        encode = Int8ResNet(folded, model.standardise(few / 255))
+        encode = Int8Encoder(folded, model.standardise(few / 255))
     return lambda x: model.project(encode(model.standardise(x)))
 
 
@@ -61,7 +61,7 @@ def precisions(model: nn.Module) -> tuple[str, ...]:
     encoder = model.encoder if isinstance(model, ContrastiveModel) else model
     if not is_built_in(encoder) or any(isinstance(module, nn.GroupNorm) for module in encoder.modules()):
         return ("fp32",)
-    return PRECISIONS if isinstance(encoder, ResNet) else ("fp32", "folded", "half")
+    return PRECISIONS if isinstance(encoder, ResNet | Compact) else ("fp32", "folded", "half")
 
 
 class FoldedConv:
@@ -83,7 +83,7 @@ class FoldedConv:
 class FoldedEncoder:
     """Standardised images to features."""
 
-    def __init__(self, encoder: ResNet | MobileNetV2, dtype: torch.dtype = torch.float32):
+    def __init__(self, encoder: ResNet | Compact | MobileNetV2, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
         self.blocks: list[tuple[Block, list[FoldedConv], FoldedConv | None]] = []
         for block in encoder.blocks:
@@ -148,7 +148,7 @@ class Int8Conv:
         )  # fmt: skip
 
 
-class Int8ResNet:
+class Int8Encoder:
     """Standardised images to features, every convolution in int8.
 
     x: standardised images from which the ranges are taken, by one pass in float.

@@ -8,23 +8,26 @@ from torch import nn
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
+from streamclr.encoders.compact import Compact, compact
 from streamclr.encoders.mobilenet import MobileNetV2, mobilenet_v2
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.public import is_adapter, make_adapter, resolved_name, short_name
 from streamclr.encoders.resnet import STEMS, ResNet, resnet18, resnet34, resnet50
 
 RESNETS: dict[str, Callable[..., ResNet]] = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
-ENCODERS = (*RESNETS, "mobilenet_v2")
+SCRATCH_ENCODERS = (*RESNETS, "compact")  # learn from random weights, unless others are given
+ENCODERS = (*SCRATCH_ENCODERS, "mobilenet_v2")
 ADAPTERS = ("hf:NAME_OR_DIR", "timm:NAME", "package.module:function")
 
 
-def is_built_in(encoder: nn.Module) -> TypeGuard[ResNet | MobileNetV2]:
+def is_built_in(encoder: nn.Module) -> TypeGuard[ResNet | Compact | MobileNetV2]:
     """Whether its `blocks` say all that it computes; a class derived from these may compute something else."""
-    return type(encoder) in (ResNet, MobileNetV2)
+    return type(encoder) in (ResNet, Compact, MobileNetV2)
 
 
 class Architecture(NamedTuple):
-    """The options that make a model; the same as those of a run. width, stem and norm are of a ResNet alone."""
+    """The options that make a model; the same as those of a run. Only a ResNet has a choice of stem, and only an
+    encoder that learns from scratch of width and norm."""
 
     encoder: str
     width: int | None = None
@@ -35,7 +38,8 @@ class Architecture(NamedTuple):
     def __str__(self) -> str:
         if self.width is None:
             return f"a {short_name(self.encoder)}"
-        return f"a {self.encoder} of width {self.width} with the {self.stem} stem and {self.norm} norm"
+        stem = f"the {self.stem} stem and " if self.stem else ""
+        return f"a {self.encoder} of width {self.width} with {stem}{self.norm} norm"
 
     @classmethod
     def resolve(
@@ -52,10 +56,11 @@ class Architecture(NamedTuple):
             stem = ("small" if size < 64 else "imagenet") if stem is None else stem
             norm = "batch" if norm is None else norm
             return cls(encoder, 64 if width is None else width, stem, norm, projection or "plain")
+        if encoder == "compact":
+            _refuse(encoder, stem=stem)
+            return cls(encoder, 32 if width is None else width, None, norm or "batch", projection or "batchnorm")
         encoder = resolved_name(encoder) if is_adapter(encoder) else _known(encoder)
-        for name, value in (("width", width), ("stem", stem), ("norm", norm)):
-            if value is not None:
-                raise UserError(f"{name} is {value}, and {encoder} has no choice of it: leave it out")
+        _refuse(encoder, width=width, stem=stem, norm=norm)
         return cls(encoder, projection=projection or "batchnorm")
 
     @property
@@ -68,6 +73,8 @@ class Architecture(NamedTuple):
         """The encoder, with random weights; a function of one's own may bring others."""
         if self.encoder in RESNETS:
             return RESNETS[self.encoder](self.width, self.stem, self.norm)
+        if self.encoder == "compact":
+            return compact(self.width, self.norm)  # type: ignore[arg-type]
         if is_adapter(self.encoder):
             return make_adapter(self.encoder)
         _known(self.encoder)
@@ -82,6 +89,9 @@ class Architecture(NamedTuple):
         encoder = model.encoder
         if isinstance(encoder, MobileNetV2):
             return cls("mobilenet_v2", projection=model.projection)
+        if isinstance(encoder, Compact):
+            norm = "group" if isinstance(encoder.stem[1], nn.GroupNorm) else "batch"
+            return cls("compact", encoder.width, None, norm, model.projection)
         if isinstance(encoder, ResNet):
             conv, shapes = encoder.conv1, _shapes(encoder)
             stem = next(name for name, shape in STEMS.items() if shape == (conv.kernel_size[0], conv.stride[0]))
@@ -91,6 +101,13 @@ class Architecture(NamedTuple):
                     if _shapes(found.make()) == shapes:
                         return found
         raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
+
+
+def _refuse(encoder: str, **options: int | str | None) -> None:
+    """Options of which this encoder has no choice."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name} is {value}, and {encoder} has no choice of it: leave it out")
 
 
 def _known(encoder: str) -> str:

@@ -11,11 +11,12 @@ from streamclr.base.errors import UserError
 from streamclr.encoders.blocks import Block, ConvNorm
 
 Norm = Literal["batch", "group"]
+NORMS = ("batch", "group")
 Stem = Literal["small", "half", "imagenet"]
 STEMS = {"small": (3, 1), "half": (3, 2), "imagenet": (7, 2)}  # kernel and stride; max-pool after the last alone
 
 
-def _norm(kind: Norm, channels: int) -> nn.Module:
+def make_norm(kind: Norm, channels: int) -> nn.Module:
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     return GroupNorm(math.gcd(channels, max(1, channels // 16)), channels)  # 16 channels a group, as Wu & He
@@ -39,12 +40,12 @@ class ResidualBlock(nn.Module):
         super().__init__()
         for i, conv in enumerate(path, 1):
             self.add_module(f"conv{i}", conv)
-            self.add_module(f"bn{i}", _norm(norm, conv.out_channels))
+            self.add_module(f"bn{i}", make_norm(norm, conv.out_channels))
         n_in, n_out = path[0].in_channels, path[-1].out_channels
         self.downsample: nn.Module = nn.Identity()
         if stride > 1 or n_in != n_out:
             pointwise = PointwiseConv(n_in, n_out, 1, stride, bias=False)
-            self.downsample = nn.Sequential(pointwise, _norm(norm, n_out))
+            self.downsample = nn.Sequential(pointwise, make_norm(norm, n_out))
 
     @property
     def path(self) -> list[ConvNorm]:
@@ -128,11 +129,11 @@ class ResNet(nn.Module):
             raise UserError(f"width is {width}: use at least 1")
         if stem not in STEMS:
             raise UserError(f"stem is {stem!r}: use 'small' (about 32 px), 'half' or 'imagenet' (larger images)")
-        if norm not in ("batch", "group"):
+        if norm not in NORMS:
             raise UserError(f"norm is {norm!r}: use 'batch' or 'group'")
         kernel, stride = STEMS[stem]
         self.conv1 = nn.Conv2d(3, width, kernel, stride, kernel // 2, bias=False)
-        self.bn1 = _norm(norm, width)
+        self.bn1 = make_norm(norm, width)
         self.maxpool = nn.MaxPool2d(3, 2, 1) if stem == "imagenet" else nn.Identity()
         self.n_features = width
 

@@ -117,6 +117,12 @@ model-index:
 
 def _elsewhere(model: "Pretrained") -> str:
     encoder, width, stem, norm, _ = model.architecture
+    if encoder == "compact":
+        return """## Elsewhere
+
+No other library has this encoder: `streamclr.compact(width)` makes it. The tensors have its names, and `projection.`
+before those of the projection head.
+"""
     if width not in (None, 64):
         return f"""## Elsewhere
 

@@ -80,11 +80,11 @@ class ModelOptions:
         f"the base encoder: {', '.join((*ENCODERS, *ADAPTERS))} "
         "[mobilenet_v2; resnet18 if --width, --stem or --norm is given]",
     )
-    width: int | None = option(None, "channels of a ResNet's first stage [64]")
+    width: int | None = option(None, "channels of the first stage of a ResNet or of compact [64; 32 of compact]")
     stem: str | None = option(
         None, "of a ResNet: small (3x3), half (the same, stride 2) or imagenet (7x7 and max-pool) [small below 64 px]"
     )
-    norm: str | None = option(None, "of a ResNet: batch or group [batch]")
+    norm: str | None = option(None, "of a ResNet or of compact: batch or group [batch]")
     projection: str | None = option(
         None, "projection head: plain (the paper's), or batchnorm [plain for a ResNet, else batchnorm]"
     )

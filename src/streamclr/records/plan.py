@@ -11,7 +11,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
-from streamclr.encoders.architecture import ENCODERS, RESNETS, Architecture
+from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
 from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH, POSITIVES
 from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
@@ -77,7 +77,8 @@ def open_run_stream(options: RunOptions) -> DatasetStream | CameraStream:
     given = split_source(options.source)[2]
     seed = {"seed": options.seed} if takes(options.source, "seed") and "seed" not in given else {}
     stream = open_stream(options.source, stc=options.stc, size=options.size, **seed)
-    if options.size is None and "size" not in given and stream.size < MIN_SIZE and _encoder(options) not in RESNETS:
+    is_free = options.size is None and "size" not in given
+    if is_free and stream.size < MIN_SIZE and _encoder(options) not in SCRATCH_ENCODERS:
         return open_stream(options.source, stc=options.stc, size=MIN_SIZE, **seed)
     return stream
 
@@ -99,7 +100,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
         raise UserError(f"{options.source} ends after {end} images, before the {images} asked for{how}")
     architecture = resolve_architecture(options, stream.size)
-    recipe = FROM_SCRATCH if architecture.encoder in RESNETS else ADAPT
+    recipe = FROM_SCRATCH if architecture.encoder in SCRATCH_ENCODERS else ADAPT
     given = dataclasses.asdict(options)
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
     if options.train is None and architecture.encoder not in ENCODERS:
