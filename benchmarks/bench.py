@@ -472,8 +472,8 @@ def first_run() -> None:
         out = Path(place) / "run"
         started = time.perf_counter()
         process = subprocess.Popen([*command, "run", clip, "--out", out], stdout=subprocess.DEVNULL)
-        metrics = out / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        journal = out / "journal.jsonl"  # a line for each step
+        while process.poll() is None and not (journal.exists() and journal.stat().st_size):
             time.sleep(0.05)
         first = time.perf_counter() - started
         if process.wait():
