@@ -259,7 +259,9 @@ def test_every_command_has_a_help_page_of_its_own_with_defaults(name, capsys, mo
     assert " ".join(COMMANDS[name].summary.split()) in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
-    assert name != "run" or ("--rescore-every" in words and "256 from scratch]" in words and "draws [0]" in words)
+    assert name != "run" or (
+        "--rescore-every" in words and "10M from scratch; paper: 256]" in words and "draws [0]" in words
+    )
 
 
 @pytest.mark.parametrize("group", ["label", "data", "fleet"])

@@ -9,8 +9,8 @@ from streamclr.classifier import Head
 from streamclr.fleet.average import exchanged, is_statistic
 from streamclr.fleet.device import GLOBAL, Device, LabelledImages
 from streamclr.fleet.rounds import Rounds
-from streamclr.learner import FROM_SCRATCH
 from streamclr.models.pretrained import from_pretrained
+from streamclr.recipe import PAPER
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import resolve_architecture
@@ -53,9 +53,7 @@ def test_the_encoder_is_the_servers_and_the_rest_its_own(config, weights, tmp_pa
     assert any(bool(moment.any()) for moment in moments)
     again = learn(config, weights, 8)  # the server goes back to where it was; the device's moments do not
     step = {name: (again.weights[name] - weights[name]).abs().max() for name in weights if not is_statistic(name)}
-    assert (
-        0 < max(step.values()) <= 10 * FROM_SCRATCH.lr
-    )  # one step of Adam from the server's weights, not from its own
+    assert 0 < max(step.values()) <= 10 * PAPER.lr  # one step of Adam from the server's weights, not from its own
 
 
 def test_two_rounds_are_one_run_where_the_server_returns_what_it_got(config, weights, tmp_path):

@@ -177,7 +177,7 @@ def test_a_run_starts_from_it(saved, tmp_path, capsys, monkeypatch):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     learner = make_learner(run_plan(init=str(saved / "model.safetensors"), width=4, stem="small"))
     assert torch.equal(learner.model.encoder.conv1.weight, theirs["encoder.conv1.weight"])
-    words = ["run", "--images", "64", "--buffer", "16", "--probes", "0", "--init", str(saved)]
+    words = ["run", "--recipe", "paper", "--images", "64", "--buffer", "16", "--probes", "0", "--init", str(saved)]
     assert main([*words, "--width", "8", "--stem", "half"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("not a resnet18 of width 8 with the half stem and batch norm: give --width 4 --stem small")

@@ -19,7 +19,9 @@ from streamclr.runs.status import Window, look
 @pytest.fixture
 def shown(tmp_path):
     """A learner after some steps, its directory and its window."""
-    config = RunOptions(source="synthetic:", images=320, width=4, buffer=16, guards="on", out=str(tmp_path / "run"))
+    config = RunOptions(
+        source="synthetic:", images=320, recipe="paper", width=4, buffer=16, guards="on", out=str(tmp_path / "run")
+    )
     config, stream, learner = prepare(config)
     directory = RunDirectory.of(config)
     for images in stream.segments(16, until=96):
@@ -50,7 +52,7 @@ def test_who_looks_sees_the_status_and_the_buffer(shown):
 
 def test_what_left_is_what_was_there_and_is_not_with_the_scores_for_which_it_went(shown):
     learner, directory, _ = shown
-    stream = prepare(RunOptions(source="synthetic:", images=320, width=4, buffer=16, guards="on"))[1]
+    stream = prepare(RunOptions(source="synthetic:", images=320, recipe="paper", width=4, buffer=16, guards="on"))[1]
     stream.read(96)
     n_left = 0
     for images in stream.segments(16, until=320):

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from streamclr.base.errors import NotFinite, UserError
-from streamclr.base.options import parse_size
+from streamclr.base.options import one_of, parse_size
 from streamclr.base.tensors import load_weights
 from streamclr.buffer import Buffer, n_that_fit
 from streamclr.compute.adam import Adam
 from streamclr.compute.chunked import backward, check_can_chunk
 from streamclr.compute.memory import MemoryPlan, make_plan
+from streamclr.compute.muon import Muon
 from streamclr.compute.ranks import OneProcess
+from streamclr.encoders.architecture import SCRATCH_ENCODERS
+from streamclr.encoders.compact import compact
 from streamclr.encoders.inference import checked_images, seeded
 from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
@@ -29,6 +32,7 @@ from streamclr.encoders.stages import set_trained
 from streamclr.encoders.weights import make_encoder
 from streamclr.loss import nt_xent
 from streamclr.policy import POLICIES, Policy, check_resumable, draw_batch, load_policy_state, policy_name, policy_state
+from streamclr.recipe import POSITIVES, Recipe, find_recipe
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
 from streamclr.views import StrongViews, ViewPairs
@@ -56,42 +60,23 @@ class Step:
         )
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How an encoder is trained; docs/log.md tells how these were found."""
-
-    policy: str
-    buffer: int | str  # images, or bytes as "48M"
-    lr: float
-    temperature: float
-    positives: str  # two views of one frame, "views", or of two neighbouring ones, "time"
-    train: str  # which parts of the encoder learn, see `set_trained`
-    crop: float  # smallest share of the image in a view
-    flip: bool  # mirror half of the views
-
-    def as_options(self) -> dict[str, Any]:
-        """By the names and values of the options of a run."""
-        return {**asdict(self), "flip": "on" if self.flip else "off"}
-
-
-# The paper's, for random weights; and for a public encoder that is adapted to what a camera sees.
-FROM_SCRATCH = Recipe("contrast", 256, lr=1e-4, temperature=0.5, positives="views", train="all", crop=0.2, flip=True)
-ADAPT = Recipe("reservoir", "48M", lr=3e-4, temperature=0.2, positives="time", train="3", crop=0.2, flip=False)
-BATCH_SIZE = 64  # unless the batch is the whole buffer
-POSITIVES = ("views", "time")
+PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "muon": Muon}
+BATCH_SIZE = 64  # of a recipe that takes the whole buffer, where that is given in bytes
 
 
 class Learner:
     """Learns an encoder from segments of an unlabelled stream, with a small buffer of the images that teach the most.
 
     encoder: the name of a public encoder, as "mobilenet_v2", which is then adapted; any module that maps images to
-        features; or a ContrastiveModel, which includes a projection head. Default: a ResNet-18 with the small stem.
+        features; or a ContrastiveModel, which includes a projection head. Default: that of the recipe.
+    recipe: `paper` or `device`, which gives what is not given here (see streamclr.recipe); default: `device` for an
+        encoder with a name, else `paper`.
     policy: which images stay in the buffer.
     buffer: N, images in the buffer; or its size in bytes, as "10M".
-    batch_size: images of one update, drawn uniformly from the buffer; default: the whole buffer if it is given in
-        images, else 64.
-    temperature, lr: default: those of ADAPT for an encoder with a name, else of FROM_SCRATCH, which is the paper's; so
-        are policy, buffer, positives, train and views.
+    batch_size: images of one update, drawn uniformly from the buffer.
+    optimizer: `adam` or `muon`.
+    precision: of the encoder's arithmetic in training: `fp32`, or `bf16`, which is faster on a GPU and on some CPUs.
     positives: `views` contrasts two views of one frame, `time` views of two neighbouring frames, the second of which is
         kept in the buffer beside the first.
     train: which parts of the encoder learn: "all", "norms", or as many last stages as "3".
@@ -108,15 +93,19 @@ class Learner:
         encoder: nn.Module | str | None = None,
         policy: Policy | None = None,
         buffer: int | str | None = None,
+        *,
+        recipe: str | None = None,
         batch_size: int | None = None,
         updates_per_segment: int = 1,
         temperature: float | None = None,
+        optimizer: str | None = None,
         lr: float | None = None,
         weight_decay: float = 1e-4,
         views: StrongViews | None = None,
         positives: str | None = None,
         train: str | None = None,
         reach: int = REACH,
+        precision: str = "fp32",
         memory: str | int | None = None,
         compile: bool = False,
         seed: int = 0,
@@ -124,18 +113,18 @@ class Learner:
     ):
         self.device = find_device(device)
         self.ranks = OneProcess()
-        recipe = ADAPT if isinstance(encoder, str) else FROM_SCRATCH
-        self.policy = POLICIES[recipe.policy]() if policy is None else policy
-        buffer = recipe.buffer if buffer is None else buffer
-        temperature = recipe.temperature if temperature is None else temperature
-        lr = recipe.lr if lr is None else lr
-        self.positives = recipe.positives if positives is None else positives
+        named = isinstance(encoder, str)
+        usual = find_recipe(recipe or ("device" if named else "paper"), named and encoder not in SCRATCH_ENCODERS)
+        self.policy = POLICIES[usual.policy]() if policy is None else policy
+        buffer = usual.buffer if buffer is None else buffer
+        temperature = usual.temperature if temperature is None else temperature
+        optimizer, lr = usual_lr(usual, optimizer, lr)
+        self.positives = usual.positives if positives is None else positives
         if self.positives not in POSITIVES:
             raise UserError(f"positives is {positives!r}: use {' or '.join(POSITIVES)}")
         # In bytes: known when the first segment tells the size of an image.
         self._buffer_bytes = buffer if isinstance(buffer, str) else None
-        whole = BATCH_SIZE if isinstance(buffer, str) else buffer
-        self.batch_size = whole if batch_size is None else batch_size
+        self.batch_size = usual_batch(usual.batch, buffer) if batch_size is None else batch_size
         self.buffer = self._make_buffer(self.batch_size if isinstance(buffer, str) else buffer)
         for name, value, least in (
             ("batch_size", self.batch_size, 2),
@@ -145,25 +134,37 @@ class Learner:
             if value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")
         self.reach = reach
+        if precision not in PRECISIONS:
+            raise UserError(f"precision is {precision!r}: use {' or '.join(PRECISIONS)}")
         if not (temperature > 0 and lr > 0 and weight_decay >= 0):
             raise UserError(
                 f"temperature ({temperature}) and lr ({lr}) must be above 0, weight_decay ({weight_decay}) not below"
             )
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
-        self.views = StrongViews((recipe.crop, 1.0), flip=recipe.flip) if views is None else views
+        self.views = StrongViews((usual.crop, 1.0), flip=usual.flip == "on") if views is None else views
         with seeded(seed):
-            encoder = make_encoder(encoder) if isinstance(encoder, str) else resnet18() if encoder is None else encoder
-            model = encoder if isinstance(encoder, ContrastiveModel) else ContrastiveModel(encoder)
+            if isinstance(encoder, str):
+                encoder = make_encoder(encoder)
+            elif encoder is None:
+                encoder = compact() if recipe == "device" else resnet18()
+            if not isinstance(encoder, ContrastiveModel):
+                encoder = ContrastiveModel(encoder, projection=usual.projection)
+            model: ContrastiveModel = encoder
             has_stages = hasattr(model.encoder, "stages")
-            set_trained(model, train or (recipe.train if has_stages else "all"))
+            set_trained(model, train or (usual.train if has_stages else "all"))
             self._random_state = torch.get_rng_state()  # of the model's own randomness, such as dropout
         self.model = model.to(self.device)
-        self.optimizer = Adam(self.model.parameters(), lr, weight_decay)
+        self.model.in_bf16 = precision == "bf16"
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
         self.plan: MemoryPlan | None = None  # made at the first segment, when the images' size is known
         if self.memory is not None:
+            if precision == "bf16":
+                raise UserError(
+                    "both memory and precision bf16 are given: chunks are computed in fp32, use one of them"
+                )
             if compile:
                 raise UserError("both memory and compile are given: a compiled model takes the whole batch at once")
             if self.device.type != "cpu":
@@ -412,6 +413,22 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     """By their norms: a gradient that is too large for Adam to square counts as infinite too."""
     floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack(torch._foreach_norm(floating)).isfinite().all())
+
+
+def usual_lr(usual: Recipe, optimizer: str | None, lr: float | None) -> tuple[str, float]:
+    """Optimizer and learning rate, which go together: that of Muon is a hundred times Adam's."""
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise UserError(f"no optimizer {optimizer!r}: {one_of(optimizer, OPTIMIZERS)}")
+    if lr is None and optimizer not in (None, usual.optimizer):
+        raise UserError(f"the optimizer is {optimizer}, and the recipe's lr is for {usual.optimizer}: give lr too")
+    return optimizer or usual.optimizer, usual.lr if lr is None else lr
+
+
+def usual_batch(batch: int | None, buffer: int | str) -> int:
+    """How many images an update takes unless it is told. batch, buffer: of the recipe, or as given."""
+    if isinstance(buffer, str):
+        return batch or BATCH_SIZE
+    return buffer if batch is None else min(batch, buffer)
 
 
 def find_device(name: torch.device | str | None) -> torch.device:

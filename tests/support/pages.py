@@ -24,7 +24,7 @@ ARTEFACTS = Path(__file__).parents[2] / "artefacts"  # screenshots, not committe
 def finished_run(out, **options):
     """A run of the built-in stream with a label queue."""
     settings = {"images": 1536, "width": 4, "buffer": 32, "probes": 2, "fractions": "0.1", "label_budget": "80"}
-    settings["classifier"] = "linear"
+    settings["classifier"], settings["recipe"] = "linear", "paper"
     path, _ = run(RunOptions(source="synthetic:", out=str(out), **settings | options))
     return path
 

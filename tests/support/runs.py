@@ -19,7 +19,7 @@ from support.images import make_folder, random_images
 
 def run_plan(**options):
     filled = {"size": 32, "buffer": 256, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
-    filled |= {"encoder": "resnet18", "policy": "contrast", "lr": 1e-4, "temperature": 0.5}
+    filled |= {"encoder": "resnet18", "projection": "plain", "policy": "contrast", "lr": 1e-4, "temperature": 0.5}
     return RunPlan(**filled | options)
 
 
@@ -52,8 +52,8 @@ MOBILENET = {  # for made_run; with fewer batches its statistics are far from th
 def small_options(path):
     """Options of a run of 50 images of two classes, which are made in `path`."""
     return RunOptions(
-        source=f"folder:{make_folder(path / 'images')}", buffer=8, width=2, lr=1e-3, stc=5, images=50, probes=2,
-        fractions="0.1,1", classifier="linear", seed=4, out=str(path / "run"),
+        source=f"folder:{make_folder(path / 'images')}", recipe="paper", buffer=8, width=2, lr=1e-3, stc=5, images=50,
+        probes=2, fractions="0.1,1", classifier="linear", seed=4, out=str(path / "run"),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ HEADINGS = {
     "stream": ("source", "images", "epochs", "stc", "size"),
     "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "guards"),
     "encoder": ("encoder", "init", "train", "width", "stem", "norm", "norm_over", "projection"),
-    "training": tuple("updates lr weight_decay temperature positives reach crop flip compile seed".split()),
+    "training": tuple("recipe optimizer lr weight_decay updates temperature positives reach crop flip seed".split()),
     "classifier and labels": (
         "fractions",
         "classifier",
@@ -35,7 +35,7 @@ HEADINGS = {
         "rounds round_images momentum slow statistics fraction min_devices deadline patience head_every".split()
     ),
     "run directory": ("out", "resume", "checkpoint_minutes", "checkpoint_steps"),
-    "machine": ("device", "memory", "duty", "metrics", "serve"),
+    "machine": ("device", "memory", "precision", "compile", "duty", "metrics", "serve"),
 }
 N_OPTIONS_FOR_HEADINGS = 16
 MAX_NAMES_IN_ERROR = 14  # longer lists are left to --help

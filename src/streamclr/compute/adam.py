@@ -37,11 +37,19 @@ class Adam:
 
     @torch.no_grad()
     def step(self) -> None:
+        self._adam(self._used(), self.lr, self.weight_decay)
+
+    def _used(self) -> list[tuple[nn.Parameter, Tensor, Tensor, Tensor]]:
+        """The parameters that have a gradient, with their state: some may not be in the graph."""
         state = zip(self.parameters, self.means, self.squares, self.n_steps, strict=True)
-        used = [columns for columns in state if columns[0].grad is not None]  # some may not be in the graph
+        return [columns for columns in state if columns[0].grad is not None]
+
+    def _adam(self, used: list[tuple[nn.Parameter, Tensor, Tensor, Tensor]], lr: float, weight_decay: float) -> None:
+        if not used:
+            return
         parameters, means, squares, n_steps = (list(column) for column in zip(*used, strict=True))
         gradients = [parameter.grad for parameter in parameters]
-        settings = DEFAULTS | {"lr": self.lr, "weight_decay": self.weight_decay}
+        settings = DEFAULTS | {"lr": lr, "weight_decay": weight_decay}
         adam(parameters, gradients, means, squares, [], n_steps, fused=True, **settings)
 
     def state_dict(self, copy: bool = True) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class ContrastiveModel(nn.Module):
 
     mean: Tensor
     std: Tensor
+    in_bf16: bool = False  # whether the encoder computes in bfloat16 while it is trained
     max_chunk: int | None = None  # images of one forward pass in inference, where memory is limited
 
     def __init__(self, encoder: nn.Module, projection_size: int = 128, projection: str = "plain"):
@@ -61,7 +62,9 @@ class ContrastiveModel(nn.Module):
         return F.normalize(self.head(features), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.project(self.features(images))
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.training and self.in_bf16):
+            features = self.features(images)
+        return self.project(features.to(self.mean.dtype))
 
 
 def is_frozen(module: nn.Module) -> bool:

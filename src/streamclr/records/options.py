@@ -9,8 +9,15 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import option
 from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
-from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH
 from streamclr.policy import POLICIES
+from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
+
+
+def by_recipe(name: str) -> str:
+    """For `--help`: what the recipes have for an option."""
+    of_paper, own, public = (getattr(recipe, name) for recipe in (PAPER, SCRATCH, ADAPT))
+    device = f"{own}" if own == public else f"{public} for a public encoder, {own} from scratch"
+    return f"[{device}]" if (own, public) == (of_paper, of_paper) else f"[{device}; paper: {of_paper or 'all of it'}]"
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,7 @@ class LengthOptions:
 class PolicyOptions:
     """What stays in the buffer, in a command that runs one policy."""
 
-    policy: str | None = option(
-        None,
-        f"which images stay in the buffer: {', '.join(POLICIES)} "
-        f"[{ADAPT.policy} for a public encoder, {FROM_SCRATCH.policy} from scratch]",
-    )
+    policy: str | None = option(None, f"which images stay in the buffer: {', '.join(POLICIES)} {by_recipe('policy')}")
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,10 @@ class BufferOptions:
     """The buffer, and what one step does with it."""
 
     buffer: int | str | None = option(
-        None,
-        "the buffer's size in memory, as 10M, or images in it, as 256 "
-        f"[{ADAPT.buffer} for a public encoder, {FROM_SCRATCH.buffer} from scratch]",
+        None, f"the buffer's size in memory, as 10M, or images in it, as 256 {by_recipe('buffer')}"
     )
-    batch: int | None = option(
-        None, f"images in one update, drawn from the buffer [all of it; {BATCH_SIZE} of one given in bytes]"
-    )
-    segment: int | None = option(
-        None, f"new images in one step [as many as the buffer holds; {BATCH_SIZE} with one given in bytes]"
-    )
+    batch: int | None = option(None, f"images in one update, drawn from the buffer {by_recipe('batch')}")
+    segment: int | None = option(None, f"new images in one step {by_recipe('segment')}")
     guards: str = option(
         "auto",
         f"filters for unusable frames: on, off, or some of {', '.join(GUARDS)} with commas [on for a live source]",
@@ -75,10 +72,15 @@ class BufferOptions:
 class ModelOptions:
     """The encoder and how it is trained: what all devices of a fleet have in common."""
 
+    recipe: str | None = option(
+        None,
+        f"what gives the options that are not given: {' or '.join(RECIPES)}, which is the paper's to the letter "
+        f"[{RECIPES[0]}]",
+    )
     encoder: str | None = option(
         None,
-        f"the base encoder: {', '.join((*ENCODERS, *ADAPTERS))} "
-        "[mobilenet_v2; resnet18 if --width, --stem or --norm is given]",
+        f"the base encoder: {', '.join((*ENCODERS, *ADAPTERS))} [mobilenet_v2; compact with --init random; resnet18 "
+        "with --recipe paper, --width, --stem or --norm]",
     )
     width: int | None = option(None, "channels of the first stage of a ResNet or of compact [64; 32 of compact]")
     stem: str | None = option(
@@ -86,30 +88,27 @@ class ModelOptions:
     )
     norm: str | None = option(None, "of a ResNet or of compact: batch or group [batch]")
     projection: str | None = option(
-        None, "projection head: plain (the paper's), or batchnorm [plain for a ResNet, else batchnorm]"
+        None, f"projection head: plain, or batchnorm, which has a norm {by_recipe('projection')}"
     )
     init: str | None = option(
         None,
         "start from pretrained (public weights), random, encoder weights in a file (.safetensors or .pth with "
         "torchvision's names) or a directory with a model [pretrained for mobilenet_v2, hf: and timm:, else random]",
     )
-    lr: float | None = option(
-        None, f"learning rate of Adam [{ADAPT.lr:g} for a public encoder, {FROM_SCRATCH.lr:g} from scratch]"
-    )
-    weight_decay: float = option(1e-4, "weight decay of Adam")
-    temperature: float | None = option(
-        None, f"of the loss [{ADAPT.temperature:g} for a public encoder, {FROM_SCRATCH.temperature:g} from scratch]"
-    )
+    optimizer: str | None = option(None, f"adam or muon {by_recipe('optimizer')}")
+    lr: float | None = option(None, f"learning rate {by_recipe('lr')}")
+    weight_decay: float = option(1e-4, "weight decay")
+    temperature: float | None = option(None, f"of the loss {by_recipe('temperature')}")
     positives: str | None = option(
         None,
-        "contrast two views of one frame (views), or of two neighbouring ones (time) [time for a public encoder, "
-        "unless the images were shuffled]",
+        "contrast two views of one frame (views), or of two neighbouring ones (time), unless the images were shuffled "
+        + by_recipe("positives"),
     )
     train: str | None = option(
-        None, f"which parts of the encoder learn: all, norms, or its last N stages [{ADAPT.train} for a public encoder]"
+        None, f"which parts of the encoder learn: all, norms, or its last N stages {by_recipe('train')}"
     )
-    crop: float | None = option(None, f"smallest share of the image in a view [{ADAPT.crop:g}]")
-    flip: str | None = option(None, "mirror half of the views: on or off [off for a public encoder]")
+    crop: float | None = option(None, f"smallest share of the image in a view {by_recipe('crop')}")
+    flip: str | None = option(None, f"mirror half of the views: on or off {by_recipe('flip')}")
     seed: int = option(0, "of the stream, the weights, the views and the draws")
 
 
@@ -120,6 +119,9 @@ class LearnerOptions(ModelOptions, BufferOptions):
     rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
     updates: int = option(1, "updates of the model in one step")
     reach: int | None = option(None, "frames between two neighbours at most [a second's, up to 30]")
+    precision: str = option(
+        "fp32", "of the encoder's arithmetic in training: fp32, or bf16, which is faster on a GPU and on some CPUs"
+    )
     compile: bool = option(False, "compile the model: pays on long runs of narrow encoders, needs a C++ compiler")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
 

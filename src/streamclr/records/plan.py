@@ -12,7 +12,8 @@ from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
-from streamclr.learner import ADAPT, BATCH_SIZE, FROM_SCRATCH, POSITIVES
+from streamclr.learner import usual_batch, usual_lr
+from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe
 from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
@@ -33,6 +34,7 @@ class RunPlan(RunOptions):
     """
 
     epochs: None = field(default=None)  # `images` says it
+    recipe: None = field(default=None)  # the other options say it
     size: int = field(kw_only=True)
     encoder: str = field(kw_only=True)
     policy: str = field(kw_only=True)
@@ -59,13 +61,12 @@ class RunPlan(RunOptions):
         if content.get("init") is None:  # of an earlier version, which had no public weights by name
             content = {**content, "init": "random"}
         # Nor had it other recipes than the paper's, so that a run which was left unfinished goes on with that.
-        usual = {name: value for name, value in FROM_SCRATCH.as_options().items() if content.get(name) is None}
-        plan = cls(**{**content, **usual})
-        return plan if plan.projection else dataclasses.replace(plan, projection=plan.architecture.projection)
+        usual = {name: value for name, value in PAPER.as_options().items() if content.get(name) is None}
+        return cls(**{**content, **usual})
 
     @property
     def views(self) -> StrongViews:
-        return StrongViews((self.crop or FROM_SCRATCH.crop, 1.0), flip=self.flip != "off")
+        return StrongViews((self.crop or PAPER.crop, 1.0), flip=self.flip != "off")
 
     @property
     def architecture(self) -> Architecture:
@@ -100,9 +101,9 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
         raise UserError(f"{options.source} ends after {end} images, before the {images} asked for{how}")
     architecture = resolve_architecture(options, stream.size)
-    recipe = FROM_SCRATCH if architecture.encoder in SCRATCH_ENCODERS else ADAPT
-    given = dataclasses.asdict(options)
+    recipe, given = _recipe(options), dataclasses.asdict(options)
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
+    chosen["optimizer"], chosen["lr"] = usual_lr(recipe, options.optimizer, options.lr)
     if options.train is None and architecture.encoder not in ENCODERS:
         chosen["train"] = "all"  # an adapter may have no stages
     if options.positives is None and not stream.in_time:
@@ -112,8 +113,8 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
             raise UserError(f"{name} is {chosen[name]!r}: use {' or '.join(allowed)}")
     shape, in_time = (3, stream.size, stream.size), chosen["positives"] == "time"
     buffer = n_that_fit(chosen["buffer"], shape, in_time)
-    in_one_step = buffer if isinstance(chosen["buffer"], int) else BATCH_SIZE
-    batch = in_one_step if options.batch is None else options.batch
+    room = buffer if isinstance(chosen["buffer"], int) else chosen["buffer"]
+    batch = usual_batch(recipe.batch, room) if options.batch is None else options.batch
     if images is not None and images < batch:
         whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
@@ -121,7 +122,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         raise UserError(f"norm_over is {options.norm_over!r}: use {' or '.join(NORM_OVER)}")
     if not 0 <= options.probes <= 1000:
         raise UserError(f"probes is {options.probes}: use 0 (no learning curve) to 1000")
-    segment = in_one_step if options.segment is None else options.segment
+    segment = usual_batch(recipe.segment, room) if options.segment is None else options.segment
     if segment < 1:
         raise UserError(f"segment is {segment}: use at least 1")
     filled = {
@@ -129,6 +130,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         "images": images,
         "epochs": None,
         **chosen,
+        "recipe": None,
         "buffer": buffer,
         "reach": _reach(options, stream) if in_time else None,
         "batch": batch,
@@ -152,12 +154,21 @@ def _reach(options: RunOptions, stream: Stream) -> int:
 def resolve_architecture(options: ModelOptions, size: int) -> Architecture:
     """The model that is asked for, for images of this size."""
     o = options
-    return Architecture.resolve(_encoder(o), size, o.width, o.stem, o.norm, o.projection)
+    projection = _recipe(o).projection if o.projection is None else o.projection
+    return Architecture.resolve(_encoder(o), size, o.width, o.stem, o.norm, projection)
 
 
 def _encoder(options: ModelOptions) -> str:
-    is_resnet = any(value is not None for value in (options.width, options.stem, options.norm))
-    return options.encoder or ("resnet18" if is_resnet else "mobilenet_v2")
+    if options.encoder is not None:
+        return options.encoder
+    if options.recipe == "paper" or any(value is not None for value in (options.width, options.stem, options.norm)):
+        return "resnet18"
+    return "compact" if options.init == "random" else "mobilenet_v2"
+
+
+def _recipe(options: ModelOptions) -> Recipe:
+    """A plan has none, and nothing to be filled in."""
+    return find_recipe(options.recipe or RECIPES[0], _encoder(options) not in SCRATCH_ENCODERS)
 
 
 def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:

@@ -27,15 +27,16 @@ from streamclr.sweeps.places import ON, open_place, work
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and smaller ones for two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is exact in both, so that no table depends on what is fast on a machine.
-FROM_SCRATCH = RunOptions(source="cifar10", stc=500, encoder="resnet18", classifier="paper")
+ON_CIFAR = RunOptions(source="cifar10", stc=500, recipe="paper", encoder="resnet18", classifier="paper")
 SCALES = {
-    "paper": replace(FROM_SCRATCH, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
-    "cpu": replace(FROM_SCRATCH, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1),
+    "paper": replace(ON_CIFAR, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
+    "cpu": replace(ON_CIFAR, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1),
 }
 BUFFER = 256  # images in the buffer, unless an experiment says otherwise
 # What the time of a step depends on.
 KIND_FIELDS = (
-    "encoder init width stem norm projection train size policy buffer batch segment rescore_every positives device"
+    "encoder init width stem norm projection train size policy buffer batch segment rescore_every positives optimizer "
+    "precision device"
 ).split()
 T = TypeVar("T")
 
