@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from streamclr.compute.adam import Adam
+from streamclr.compute.muon import Muon, orthogonal
 
 
 def model():
@@ -31,15 +32,54 @@ def test_is_torchs_adam():
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_resumes_exactly_and_its_state_is_a_copy():
+@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4), (16, 27)])
+def test_orthogonal_moves_every_singular_value_near_1(shape):
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonal(matrix)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    direction = (found * (u @ v)).sum() / (found.norm() * (u @ v).norm())
+    assert direction > 0.95  # of the nearest matrix with all singular values 1
+
+
+def test_orthogonal_of_nothing_is_nothing():
+    assert not orthogonal(torch.zeros(3, 4)).any()
+
+
+def test_muon_turns_matrices_and_leaves_the_rest_to_adam():
+    ours, theirs = model(), model()
+    optimizer = Muon(ours.parameters(), lr=0.02)
+    learn(ours, optimizer, 1)
+    learn(theirs, torch.optim.Adam(theirs.parameters(), 0.05 * 0.02), 1)
+    before = model()
+    for name in ("0.bias", "2.bias"):
+        assert torch.allclose(ours.get_parameter(name), theirs.get_parameter(name))
+    moved = before[0].weight - ours[0].weight
+    assert torch.linalg.svdvals(moved / 0.02).sub(1).abs().max() < 0.5
+    learn(ours, optimizer, 60)
+    assert ours(torch.randn(64, 6)).square().mean() < 0.2 * before(torch.randn(64, 6)).square().mean()
+
+
+def test_weight_decay_of_muon_shrinks_the_weights_themselves():
+    nets = [model(), model()]
+    for net, decay in zip(nets, (0.0, 0.5), strict=True):
+        learn(net, Muon(net.parameters(), 0.02, decay), 1)
+    shrunk = 0.5 * 0.02 * model()[0].weight
+    assert torch.allclose(nets[0][0].weight - nets[1][0].weight, shrunk, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [Adam, Muon])
+def test_resumes_exactly_and_its_state_is_a_copy(make):
     net = model()
-    optimizer = Adam(net.parameters(), 1e-2)
+    optimizer = make(net.parameters(), 1e-2)
     learn(net, optimizer, 5)
     state, weights = optimizer.state_dict(), copy.deepcopy(net.state_dict())
     learn(net, optimizer, 5, seed=1)
     again = model()
     again.load_state_dict(weights)
-    other = Adam(again.parameters(), 1e-2)
+    other = make(again.parameters(), 1e-2)
     other.load_state_dict(state)
     learn(again, other, 5, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))

@@ -28,6 +28,8 @@ from support.images import random_images
 MAKERS = {
     **POLICIES,
     "contrast, lazy": lambda: ContrastScoring(rescore_every=3),
+    "contrast, fresh": lambda: ContrastScoring(rescore_every=3, fresh=0.4),
+    "reservoir, fading": lambda: Reservoir(horizon=2),
     "selective-bp, beta": lambda: SelectiveBackprop(beta=1.0),
     "contrast, auto": lambda: ContrastScoring(precision="auto"),
     **{f"{name}, guarded": lambda make=make: Guarded(make()) for name, make in POLICIES.items()},
@@ -134,6 +136,27 @@ def test_lazy_scoring_scores_what_is_new_or_due_and_copies_the_rest(model):
     assert torch.equal(pool.score[due], contrast_score(model, pool.images[due]))
     assert torch.equal(pool.score[~due], before[~due])
     assert pool.n_rescored == int(due[:12].sum())
+
+
+@pytest.mark.parametrize("fresh", [0.0, 0.1, 0.5, 1.0])
+def test_a_share_of_the_buffer_is_fresh_even_if_old_scores_are_high(model, fresh):
+    pool = make_pool(20, 10)
+    pool.score[:20] += 2  # no new image has such a score
+    pool.age[:20] = 2 * torch.randperm(20, generator=torch.Generator().manual_seed(1)) + 1  # none is due
+    keep = ContrastScoring(rescore_every=2, fresh=fresh).keep(pool, 20, model)
+    n = min(10, round(20 * fresh))
+    assert set(keep[keep >= 20].tolist()) == set((20 + pool.score[20:].topk(n).indices).tolist())
+    stayed = torch.isin(torch.arange(20), keep)
+    assert int(stayed.sum()) == 20 - n
+    assert n == 0 or pool.age[:20][stayed].max() < pool.age[:20][~stayed].min()  # those that stayed longest went
+
+
+def test_new_images_that_come_in_by_their_scores_count_as_fresh(model):
+    pools = make_pool(20, 10), make_pool(20, 10)
+    for pool in pools:
+        pool.score[:20] -= 2
+    alone, fresh = (ContrastScoring(9, fresh=f).keep(p, 20, model) for f, p in zip((0.0, 0.5), pools, strict=True))
+    assert torch.equal(alone, fresh)
 
 
 def test_fifo_keeps_the_newest(model):
@@ -273,6 +296,20 @@ def test_a_mixture_is_half_by_score_and_half_a_draw_of_the_stream(model):
     assert (counts / 200 - 6 / 30).abs().max() < 0.12  # four standard deviations
 
 
+def test_a_fading_reservoir_draws_by_how_long_ago_an_image_came(model):
+    """Of a buffer of 8 and a horizon of 3, an image that came 24 images ago has 1/e of the weight of the newest."""
+    counts = torch.zeros(400)
+    for seed in range(400):
+        buffer, policy = Buffer(8), Reservoir(seed, horizon=3)
+        for _ in range(100):
+            pool = buffer.pool(torch.zeros(4, 3, 1, 1, dtype=torch.uint8))
+            buffer.replace(pool, policy.keep(pool, min(8, len(pool)), model))
+        counts[buffer.arrivals] += 1
+    newest, before, long_ago = counts[-24:].sum(), counts[-48:-24].sum(), counts[:-120].sum()
+    assert 2 < newest / before < 3.4  # e, less what the few places for many weights take off
+    assert long_ago < 0.02 * counts.sum()
+
+
 def test_a_scored_reservoir_draws_the_highest_scores_of_some(model):
     buffer = Buffer(12)
     pool = buffer.pool(random_images(12))
@@ -294,6 +331,9 @@ def test_a_scored_reservoir_draws_the_highest_scores_of_some(model):
         lambda: SelectiveBackprop(temperature=0),
         lambda: Mixture(share=1.1),
         lambda: ScoredReservoir(times=0),
+        lambda: Reservoir(horizon=0),
+        lambda: ContrastScoring(fresh=-0.1),
+        lambda: ContrastScoring(fresh=1.5),
     ],
 )
 def test_bad_options(make):

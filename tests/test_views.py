@@ -128,6 +128,8 @@ def test_views_made_some_at_a_time_are_the_same_views(size):
         {"jitter": float("nan")},
         {"grey": -0.1},
         {"blur": 2},
+        {"side": 0},
+        {"side": 1.5},
     ],
 )
 def test_bad_options(options):
@@ -139,6 +141,15 @@ def test_bad_options(options):
 def test_views_are_of_stored_images(change):
     with pytest.raises(UserError, match="uint8"):
         StrongViews()(change(random_images(4)), generator())
+
+
+@pytest.mark.parametrize(("side", "height", "width"), [(0.75, 24, 30), (0.5, 16, 20), (0.01, 1, 1)])
+def test_small_views_show_the_same_crops(side, height, width):
+    images = random_images(6, size=40)[:, :, :32]
+    small, whole = (StrongViews(jitter=0, grey=0, blur=0, side=s)(images, generator()) for s in (side, 1.0))
+    assert small.shape == (6, 3, height, width)
+    if side == 0.5:  # each pixel of a view of half the side lies between four of the whole one
+        assert torch.allclose(small.mean((2, 3)), whole.mean((2, 3)), atol=0.1)
 
 
 def test_without_the_flip_no_view_is_mirrored():

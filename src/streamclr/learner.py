@@ -141,7 +141,7 @@ class Learner:
                 f"temperature ({temperature}) and lr ({lr}) must be above 0, weight_decay ({weight_decay}) not below"
             )
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
-        self.views = StrongViews((usual.crop, 1.0), flip=usual.flip == "on") if views is None else views
+        self.views = usual.views if views is None else views
         with seeded(seed):
             if isinstance(encoder, str):
                 encoder = make_encoder(encoder)

@@ -1,5 +1,6 @@
 """The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
 
+import math
 import random
 from typing import Any, Protocol
 
@@ -40,14 +41,18 @@ class ContrastScoring:
         as long as it ranks the images as the exact score does.
     duplicate: a frame whose pixels differ from the frame before by at most this (mean, of 255) takes over its score
         and is not encoded; below 0: every frame is encoded.
+    fresh: the share of the buffer that is replaced in a step at least. Scores fall as the encoder learns, so that with
+        lazy scoring an old score is a high one, and the buffer would hardly move.
     """
 
-    def __init__(self, rescore_every: int = 1, precision: str = "fp32", duplicate: float = 0.5):
+    def __init__(self, rescore_every: int = 1, precision: str = "fp32", duplicate: float = 0.5, fresh: float = 0.0):
         if rescore_every < 1:
             raise UserError(f"rescore_every is {rescore_every}: use 1 (score everything each step) or more")
+        if not 0 <= fresh <= 1:
+            raise UserError(f"fresh is {fresh}: use 0 (the scores alone decide) to 1 (the whole buffer)")
         if precision not in ("auto", *PRECISIONS):
             raise UserError(f"precision is {precision!r}: {one_of(precision, ('auto', *PRECISIONS))}")
-        self.rescore_every, self.precision, self.duplicate = rescore_every, precision, duplicate
+        self.rescore_every, self.precision, self.duplicate, self.fresh = rescore_every, precision, duplicate, fresh
         # Of `auto` only:
         self._fast = ""  # the fastest precision, once measured
         self._trusted = True  # whether it ranked the images as the exact score did at the last check
@@ -61,7 +66,17 @@ class ContrastScoring:
         due[new] = stand_in == new
         pool.rescore(due, self._score(model, pool.images[due]))
         pool.score[new] = pool.score[stand_in]
-        return pool.score.topk(size).indices
+        return self._refreshed(pool, pool.score.topk(size).indices)
+
+    def _refreshed(self, pool: Pool, best: Tensor) -> Tensor:
+        """The best, with the best new images in place of those that have stayed longest if too few new ones are in."""
+        rest = pool.age == 0
+        n = min(math.ceil(self.fresh * len(best)), int(rest.sum())) - int(rest[best].sum())
+        if n <= 0:
+            return best
+        rest[best] = False
+        entering = pool.score.where(rest, -torch.inf).topk(n).indices
+        return torch.cat([best[pool.age[best].topk(len(best) - n, largest=False).indices], entering])
 
     def _score(self, model: nn.Module, images: Tensor) -> Tensor:
         if self.precision != "auto":
@@ -121,11 +136,25 @@ class RandomReplace(_Seeded):
 
 
 class Reservoir(_Seeded):
-    """Keep a uniform draw of the whole stream so far (Vitter 1985): the images with the largest random keys."""
+    """Keep a uniform draw of the whole stream so far (Vitter 1985): the images with the largest random keys.
+
+    horizon: the draw fades, so that it is of about this many times as many images as the buffer holds, the newest ones,
+        and the buffer goes on moving; None: of the whole stream.
+    """
+
+    def __init__(self, seed: int = 0, horizon: float | None = None):
+        if horizon is not None and not horizon > 0:
+            raise UserError(f"horizon is {horizon}: use a number above 0, or leave it out for the whole stream")
+        super().__init__(seed)
+        self.horizon = horizon
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         new = pool.age == 0
-        pool.rescore(new, torch.rand(int(new.sum()), generator=self.generator).to(pool.score))
+        keys = torch.rand(int(new.sum()), generator=self.generator)
+        if self.horizon is not None:
+            # The largest keys are a draw by the weights exp(arrival / horizon) (Gumbel; Efraimidis and Spirakis 2006).
+            keys = -(-keys.log()).log() + pool.arrival[new].cpu() / (self.horizon * size)
+        pool.rescore(new, keys.to(pool.score))
         return pool.score.topk(size).indices
 
 
@@ -258,10 +287,10 @@ class ScoredReservoir(Reservoir):
     times: so many times the batch are scored, and the highest scores are drawn.
     """
 
-    def __init__(self, times: int = 2, seed: int = 0):
+    def __init__(self, times: int = 2, seed: int = 0, horizon: float | None = None):
         if times < 1:
             raise UserError(f"times is {times}: use 1 (no scores) or more")
-        super().__init__(seed)
+        super().__init__(seed, horizon)
         self.times = times
 
     def draw(self, buffer: Buffer, n: int, model: nn.Module, generator: torch.Generator) -> Tensor:

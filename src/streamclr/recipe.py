@@ -5,6 +5,7 @@ from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
+from streamclr.views import StrongViews
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,7 @@ class Recipe:
     """How an encoder is trained. The names of the fields are those of the options of a run."""
 
     policy: str
+    fresh: float  # share of the buffer that is replaced in a step at least, where scores decide
     buffer: int | str  # images, or bytes as "48M"
     batch: int | None  # images of one update, no more than the buffer holds; None: all that it holds
     segment: int | None  # new images of one step; None: as many as the buffer holds
@@ -23,6 +25,11 @@ class Recipe:
     train: str  # which parts of the encoder learn, see `set_trained`
     crop: float  # smallest share of the image in a view
     flip: str  # mirror half of the views, "on", or none, "off"
+    side: float  # of a view, as a share of the image's side
+
+    @property
+    def views(self) -> StrongViews:
+        return StrongViews((self.crop, 1.0), flip=self.flip == "on", side=self.side)
 
     def as_options(self) -> dict[str, Any]:
         return asdict(self)
@@ -31,6 +38,7 @@ class Recipe:
 # The paper's to the letter.
 PAPER = Recipe(
     policy="contrast",
+    fresh=0.0,
     buffer=256,
     batch=None,
     segment=None,
@@ -42,25 +50,29 @@ PAPER = Recipe(
     train="all",
     crop=0.2,
     flip="on",
+    side=1.0,
 )
 # On a device, for an encoder that learns from scratch.
 SCRATCH = Recipe(
     policy="random",
+    fresh=0.05,
     buffer="10M",
     batch=64,
     segment=64,
     optimizer="muon",
-    lr=0.02,
+    lr=0.04,
     temperature=0.2,
     projection="batchnorm",
-    positives="views",
+    positives="time",
     train="all",
     crop=0.2,
     flip="on",
+    side=0.75,
 )
 # On a device, for a public encoder that is adapted to what a camera sees.
 ADAPT = Recipe(
     policy="reservoir",
+    fresh=0.05,
     buffer="48M",
     batch=64,
     segment=64,
@@ -72,6 +84,7 @@ ADAPT = Recipe(
     train="3",
     crop=0.2,
     flip="off",
+    side=1.0,
 )
 RECIPES = ("device", "paper")
 POSITIVES = ("views", "time")

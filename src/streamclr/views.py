@@ -30,6 +30,8 @@ class StrongViews:
     jitter, grey: probabilities of the colour jitter and of grey.
     blur: probability of a Gaussian blur; None is 0 below 64 px and 0.5 from there on.
     flip: mirror half of the views; leave it out where a mirror image means something else, as with signs and text.
+    side: of a view, as a share of the image's side. Smaller views take less time, and show things as large as they are
+        in whole images, because a crop is enlarged.
     """
 
     def __init__(
@@ -40,19 +42,22 @@ class StrongViews:
         grey: float = 0.2,
         blur: float | None = None,
         flip: bool = True,
+        side: float = 1.0,
     ):
         if not (isinstance(scale, tuple | list) and len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1):
             raise UserError(f"scale is {scale}: use the smallest and largest share of the image, as (0.2, 1.0)")
         if strength is not None and not 0 <= strength < math.inf:
             raise UserError(f"strength is {strength}: use 0 (no colour jitter) or more")
+        if not 0 < side <= 1:
+            raise UserError(f"side is {side}: use a share of the image's side, as 0.75")
         for name, probability in (("jitter", jitter), ("grey", grey), ("blur", blur)):
             if probability is not None and not 0 <= probability <= 1:
                 raise UserError(f"{name} is {probability}: use a probability, 0 to 1")
         self.scale, self.strength, self.jitter, self.grey, self.blur = scale, strength, jitter, grey, blur
-        self.flip = flip
+        self.flip, self.side = flip, side
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """One view of each stored uint8 image: n x 3 x H x W in [0, 1], on the images' device."""
+        """One view of each stored uint8 image: n x 3 x (side H) x (side W) in [0, 1], on the images' device."""
         return self.apply(images, self.draw(images.shape, generator))
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> "Draw":
@@ -85,7 +90,9 @@ class StrongViews:
         return Draw(crop, factors, hue, order, jittered, grey, torch.where(blurred, sigma, 0.0))
 
     def apply(self, images: Tensor, draw: "Draw") -> Tensor:
-        grid = F.affine_grid(draw.crop, list(images.shape), align_corners=False)
+        n, channels, *sides = images.shape
+        sides = [max(1, round(self.side * length)) for length in sides]
+        grid = F.affine_grid(draw.crop, [n, channels, *sides], align_corners=False)
         views = F.grid_sample(as_float(images), grid, padding_mode="border", align_corners=False)
         del grid
         return _blur(_recolour(views, draw), draw.sigma)

@@ -18,9 +18,11 @@ from streamclr.cli.commands import SECTIONS, Command, Group
 # Headings for the help of commands with many options. Fields that are not here come first, without a heading.
 HEADINGS = {
     "stream": ("source", "images", "epochs", "stc", "size"),
-    "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "guards"),
+    "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "fresh", "guards"),
     "encoder": ("encoder", "init", "train", "width", "stem", "norm", "norm_over", "projection"),
-    "training": tuple("recipe optimizer lr weight_decay updates temperature positives reach crop flip seed".split()),
+    "training": tuple(
+        "recipe optimizer lr weight_decay updates temperature positives reach crop flip side seed".split()
+    ),
     "classifier and labels": (
         "fractions",
         "classifier",

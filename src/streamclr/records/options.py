@@ -109,6 +109,7 @@ class ModelOptions:
     )
     crop: float | None = option(None, f"smallest share of the image in a view {by_recipe('crop')}")
     flip: str | None = option(None, f"mirror half of the views: on or off {by_recipe('flip')}")
+    side: float | None = option(None, f"side of a view, as a share of the image's {by_recipe('side')}")
     seed: int = option(0, "of the stream, the weights, the views and the draws")
 
 
@@ -117,6 +118,9 @@ class LearnerOptions(ModelOptions, BufferOptions):
     """A learner on this machine, but for its policy."""
 
     rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
+    fresh: float | None = option(
+        None, f"share of the buffer that the policy contrast replaces in a step at least {by_recipe('fresh')}"
+    )
     updates: int = option(1, "updates of the model in one step")
     reach: int | None = option(None, "frames between two neighbours at most [a second's, up to 30]")
     precision: str = option(

@@ -66,7 +66,7 @@ class RunPlan(RunOptions):
 
     @property
     def views(self) -> StrongViews:
-        return StrongViews((self.crop or PAPER.crop, 1.0), flip=self.flip != "off")
+        return StrongViews((self.crop or PAPER.crop, 1.0), flip=self.flip != "off", side=self.side or PAPER.side)
 
     @property
     def architecture(self) -> Architecture:

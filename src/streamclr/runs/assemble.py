@@ -64,7 +64,7 @@ def make_policy(plan: RunPlan) -> Policy:
         if "rescore_every" not in takes:
             raise UserError(f"--rescore-every is for the policy contrast: {name} does not score lazily")
         options["rescore_every"] = str(plan.rescore_every)
-    defaults = {"seed": plan.seed, "temperature": plan.temperature}
+    defaults = {"seed": plan.seed, "temperature": plan.temperature, "fresh": plan.fresh}
     chosen = {k: v for k, v in defaults.items() if k in takes} | options
     policy: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
     return policy if plan.guards == "off" else Guarded(policy, plan.guards)

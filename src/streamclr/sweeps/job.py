@@ -46,6 +46,8 @@ USUAL: Result = {
     "train": "all",
     "crop": 0.2,
     "flip": "on",
+    "side": 1.0,
+    "fresh": 0.0,
     "seed": 0,
     "updates": 1,
     "precision": "fp32",

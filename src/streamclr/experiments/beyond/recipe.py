@@ -1,0 +1,211 @@
+"""Not in the paper: the recipe `device` from scratch, choice by choice, and what it reaches in minutes of one core."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamclr.base.progress import Progress
+from streamclr.base.statistics import spread
+from streamclr.base.table import Table
+from streamclr.classifier import draw_labelled
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.experiments.beyond.adapt import DECAY_OF_ALL, measure_labels_alone
+from streamclr.experiments.findings import Findings, Points, lines, margins
+from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import prepare
+from streamclr.runs.evaluation import extract, head_accuracy, labelled
+from streamclr.stage_two import fit_linear
+from streamclr.streams.datasets.images import ArrayImages, Images
+from streamclr.sweeps.job import Job, Result
+from streamclr.sweeps.lab import Lab
+
+FEW, ALL = 0.01, 1.0  # label fractions
+SECONDS = (100, 200, 600)  # of one core, at which an encoder is measured
+SHORT = 100  # where choices are compared
+MIDDLE = 200  # where policies are compared
+DATASETS: dict[str, dict[str, Any]] = {
+    "CIFAR-10": {"source": "cifar10", "stc": 500},
+    "GTSRB": {"source": "gtsrb", "stc": None, "size": 32, "flip": "off"},
+}
+# The recipe with one thing changed.
+CHOICES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "Adam, learning rate 1e-3": {"optimizer": "adam", "lr": 1e-3},
+    "learning rate 0.02": {"lr": 0.02},
+    "learning rate 0.08": {"lr": 0.08},
+    "views as large as the image": {"side": 1.0},
+    "views of half the side": {"side": 0.5},
+    "temperature 0.5": {"temperature": 0.5},
+    "projection head without BatchNorm": {"projection": "plain"},
+    "batches of 128": {"batch": 128, "segment": 128},
+    "width 48": {"width": 48},
+    "ResNet-18 of width 8, half stem": {"encoder": "resnet18", "width": 8, "stem": "half"},
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "contrast scoring, T = 50, buffer of 256": {"policy": "contrast?rescore_every=50", "buffer": 256},
+    "Reservoir, buffer of 256": {"policy": "reservoir", "buffer": 256},
+    "contrast scoring, T = 50, buffer of 10M": {"policy": "contrast?rescore_every=50"},
+    "Reservoir, buffer of 10M": {"policy": "reservoir"},
+    "Random Replace, buffer of 10M": {"policy": "random"},
+}
+DEVICE, IID, PAPER = "device", "device, iid stream", "paper, ResNet-18 of width 8, learning rate 3e-3"
+ALONE = "no stream: raw pixels (linear), compact encoder (supervised, end to end)"
+
+
+def experiment(lab: Lab) -> Findings:
+    datasets = {name: own for name, own in DATASETS.items() if lab.at_hand(name, **own)}
+    choices: dict[str, list[Job]] = {}
+    jobs: dict[str, list[Job]] = {}
+    for dataset, settings in datasets.items():
+        for row, own in CHOICES.items():
+            choices[f"{dataset}, choice: {row}"] = _jobs(lab, (SHORT,), True, **settings | own)[:1]
+        jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
+    results = lab.do(jobs | choices)
+    measured = {row: _by_seconds(own) for row, own in results.items()}
+    tables = [_reached(measured, jobs), _policies(measured), _choices(measured, choices)]
+    series = [(row, _points(measured[row], str(FEW)), "o-") for row in measured if row in jobs and _is_curve(row)]
+    draw = lines(series, "CPU seconds of one core", log=10)
+    return Findings(tables, measured, "Linear classifier with 1 % of the labels, %", draw)
+
+
+def _jobs(lab: Lab, seconds: Sequence[int], held_back: bool = False, **settings: Any) -> list[Job]:
+    usual = {"recipe": "device", "encoder": "compact", "width": None, "stem": None, "lr": None, "images": 25_000_000}
+    runs = lab.runs(**usual | {"probes": 0, "classifier": "linear"} | settings)
+    return [job.doing("recipe", learn_for, seconds=list(seconds), held_back=held_back) for job in runs]
+
+
+def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
+    rows = {DEVICE: _jobs(lab, SECONDS, **settings)}
+    alone = {"recipe": "device", "encoder": "compact", "width": None, "stem": None, "lr": None, "images": 25_600}
+    runs = lab.runs(**alone | {"probes": 0, "classifier": "linear"} | settings)
+    rows[ALONE] = [job.doing("labels-alone", measure_labels_alone) for job in runs]
+    if dataset == "CIFAR-10":
+        rows[IID] = _jobs(lab, SECONDS, **settings | {"stc": 1})
+        for row, own in POLICIES.items():
+            rows[row] = _jobs(lab, (MIDDLE,), **settings | own)
+        paper: dict[str, Any] = {"recipe": "paper", "encoder": "resnet18", "width": 8, "stem": "half", "lr": 3e-3}
+        rows[PAPER] = _jobs(lab, SECONDS, **settings | paper)
+    return rows
+
+
+def _by_seconds(results: Sequence[Result]) -> dict[str, Any]:
+    """{measure: {CPU seconds: one value for each seed}}; seconds 0 for what has learned from no stream."""
+    marks = results[0].get("marks") or {"0": {str(FEW): 0, "tuned": 0}}
+    if "marks" not in results[0]:
+        return {str(FEW): {"0": [r[f"linear {FEW}"] for r in results]}, "tuned": {"0": [r["tuned"] for r in results]}}
+    names = marks[next(iter(marks))]
+    return {name: {mark: [r["marks"][mark][name] for r in results] for mark in marks} for name in names}
+
+
+def _is_curve(row: str) -> bool:
+    return row.endswith((DEVICE, IID, PAPER))
+
+
+def _points(own: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Points:
+    return [(float(mark), mean(values)) for mark, values in own[name].items()]
+
+
+def _reached(measured: Mapping[str, Any], jobs: Mapping[str, Any]) -> Table:
+    rows = []
+    for row in jobs:
+        own = measured[row]
+        for mark, few in own[str(FEW)].items():
+            if mark == "0":
+                rows.append([row, "0", "0", spread(few), "–", spread(own["tuned"][mark])])
+            elif _is_curve(row):
+                seen = f"{mean(own['images'][mark]):,.0f}"
+                rows.append([row, mark, seen, spread(few), spread(own[str(ALL)][mark]), "–"])
+    head = ["", "CPU s", "images", "linear, 1 % labels, %", "linear, all labels, %", "supervised, 1 % labels, %"]
+    note = (
+        "From random weights; CIFAR-10's test images, GTSRB's held-out tracks (32 px, no mirror images). CPU "
+        "seconds are of one core, scoring included. `adapt` has what a public MobileNetV2 is worth. Not in the paper."
+    )
+    return Table("From scratch: accuracy after CPU seconds of one core", head, rows, note)
+
+
+def _policies(measured: Mapping[str, Any]) -> Table:
+    rows, mark = [], str(MIDDLE)
+    for row in (DEVICE, IID, *POLICIES) if f"CIFAR-10, {DEVICE}" in measured else ():
+        own, device = (measured[f"CIFAR-10, {name}"] for name in (row, DEVICE))
+        cells = [spread(own[name][mark]) for name in (str(FEW), str(ALL))]
+        cells += [spread(margins(own[name][mark], device[name][mark])) for name in (str(FEW), str(ALL))]
+        moved = [spread([100 * share for share in own[name][mark]]) for name in ("replaced", "least_replaced")]
+        rows.append([row, f"{mean(own['images'][mark]):,.0f}", *cells, *moved])
+    head = ["", "images", "linear, 1 %", "linear, all", "1 %: less device", "all: less device"]
+    head += ["replaced in a step, %", "the least, %"]
+    note = "Replaced: share of the buffer, mean and least over the steps of the second half. Not in the paper."
+    return Table(f"Policies in the recipe, CIFAR-10, STC 500, {MIDDLE} CPU seconds", head, rows, note)
+
+
+def _choices(measured: Mapping[str, Any], choices: Mapping[str, Any]) -> Table:
+    rows, mark = [], str(SHORT)
+    for row in choices:
+        own = measured[row]
+        cells = [f"{own[name][mark][0]:.1f}" for name in (str(FEW), str(ALL))]
+        rows.append([row.replace("choice: ", ""), f"{own['images'][mark][0]:,.0f}", *cells])
+    note = "One seed: ± 1.5 points. A fifth of the training images (of GTSRB, of the tracks) is held back for the test."
+    head = ["", "images", "linear, 1 %", "linear, all"]
+    return Table(
+        f"The recipe with one choice changed, {SHORT} CPU seconds, held-out training images, %", head, rows, note
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the process of a job
+
+
+def learn_for(directory: Path, seconds: Sequence[int], held_back: bool, **config: Any) -> Result:
+    """Learn for these CPU seconds, and measure the encoder at each of them."""
+    plan, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
+    train, test = labelled(stream)
+    if held_back:
+        train, test = _split(train)
+    marks, shares, spent = {}, [], 0.0
+    with Progress("learning, CPU seconds", int(seconds[-1])) as bar:
+        segments = stream.segments(plan.segment)
+        for mark in seconds:
+            while spent < mark:
+                started = process_time()
+                images = next(segments)
+                n_seen = learner.buffer.n_seen
+                tracks = stream.tracks(torch.arange(n_seen, n_seen + len(images)))
+                step = learner.learn_many(images, tracks if learner.positives == "time" else None)
+                shares.append(step.replaced / (step.kept + step.replaced))
+                bar.advance(int(spent + process_time() - started) - int(spent), f"loss {step.loss:.2f}")
+                spent += process_time() - started
+            half = shares[len(shares) // 2 :]
+            marks[str(mark)] = _worth(learner.model, train, test, plan.seed) | {
+                "images": step.seen,
+                "replaced": mean(half),
+                "least_replaced": min(half),
+            }
+        segments.close()
+    return {"marks": marks}
+
+
+def _worth(model: ContrastiveModel, train: Images, test: Images, seed: int) -> dict[str, float]:
+    """Accuracies in % of a linear classifier with few and with all labels."""
+    known, tested = extract(model, train), extract(model, test)
+    found = {}
+    for fraction in (FEW, ALL):
+        drawn = draw_labelled(train.labels, fraction, train.classes, seed)
+        groups = None if train.tracks is None else torch.from_numpy(train.tracks)[drawn]
+        decay = DECAY_OF_ALL if fraction == ALL else None
+        head = fit_linear(known.features[drawn], known.labels[drawn], len(train.classes), groups=groups, decay=decay)
+        found[str(fraction)] = 100 * head_accuracy(head, tested).top1
+    return found
+
+
+def _split(images: Images) -> tuple[Images, Images]:
+    """Every fifth image, or track, is held back."""
+    groups = np.arange(len(images)) if images.tracks is None else np.unique(images.tracks, return_inverse=True)[1]
+    parts = []
+    for numbers in (np.flatnonzero(groups % 5 > 0), np.flatnonzero(groups % 5 == 0)):
+        tracks = None if images.tracks is None else images.tracks[numbers]
+        parts.append(ArrayImages(images.images(numbers), images.labels[numbers], images.classes, tracks))
+    return parts[0], parts[1]
