@@ -1,10 +1,11 @@
 import json
 import time
+from statistics import mean
 
 import numpy as np
 import pytest
-import torch
 
+from streamclr.recipe import SCRATCH
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.sweeps.compare import PROBE, demo, pixel_probe, run_for_compare
 from support.images import make_folder, random_images
@@ -33,13 +34,13 @@ def test_a_job_that_was_killed_between_its_run_and_its_result_has_the_results_of
 
 @pytest.mark.long
 def test_the_demo_shows_what_it_promises(tmp_path):
-    torch.set_num_threads(2)
     started = time.monotonic()
     out, _ = demo(str(tmp_path / "demo"))
     assert time.monotonic() - started < 300
     assert (out / "report.html").stat().st_size > 100_000
-    rows, scored = json.loads((out / "results.json").read_text())["accuracy"], "contrast"
-    contrast, fifo, supervised = (rows[name]["0.01"][0] for name in (scored, "fifo", "supervised"))
-    assert contrast > supervised
-    assert contrast > fifo
-    assert rows["raw pixels"][PROBE][0] <= rows[scored][PROBE][0] / 2  # `synthetic:` is no toy
+    rows = json.loads((out / "results.json").read_text())["accuracy"]
+    default, fifo, supervised = (rows[name]["0.01"] for name in (SCRATCH.policy, "fifo", "supervised"))
+    assert mean(default) >= 0.6
+    assert min(default) > max(supervised)
+    assert mean(default) > mean(fifo)
+    assert rows["raw pixels"][PROBE][0] <= mean(rows[SCRATCH.policy][PROBE]) / 2  # `synthetic:` is no toy

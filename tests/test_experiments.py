@@ -299,7 +299,7 @@ def test_a_job_that_fails_is_named_with_its_reason(small_cifar, capsys):
         (["labels", "--scale", "gpu"], "cpu"),
         (["labels", "--seeds", "0"], "seeds is 0"),
         (["labels", "--workers", "0"], "workers is 0"),
-        (["labels", "--on", "rya"], "on is 'rya': use ray"),
+        (["labels", "--on", "rya"], "on is 'rya': use cores, ray"),
         (["labels", "--images", "many"], "--images"),
         (["labels", "--images", "10"], "images is 10: use at least 256"),
         (["labels", "--data", "no/such/place"], "no directory 'no/such/place': give --data"),

@@ -48,7 +48,7 @@ def test_one_that_was_killed_is_told(tmp_path, job):
 
 @pytest.mark.parametrize("on", ["Ray", "ray:", "rya", "slurm:there", ""])
 def test_a_place_that_there_is_not(on):
-    with pytest.raises(UserError, match=rf"on is '{on}': use ray .*ray:ADDRESS"):
+    with pytest.raises(UserError, match=rf"on is '{on}': use cores, ray .*ray:ADDRESS"):
         open_place(on, None, None)
 
 

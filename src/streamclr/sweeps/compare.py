@@ -13,6 +13,7 @@ from streamclr.base.options import option
 from streamclr.base.plots import line_plot
 from streamclr.base.statistics import mean_by, seeds_note, spread
 from streamclr.base.table import Table, labels_heading
+from streamclr.recipe import SCRATCH
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import (
     EvaluationOptions,
@@ -167,18 +168,16 @@ def _rows(directories: dict[str, list[RunDirectory]], options: CompareOptions) -
 
 DEMO = CompareOptions(
     source="synthetic:",
-    policies="contrast,fifo",
-    seeds=1,
+    policies=f"{SCRATCH.policy},fifo",
+    seeds=3,
+    on="cores",
+    encoder="compact",
+    width=12,
     size=24,
-    images=38_400,
-    buffer=256,
-    batch=64,
-    segment=64,
-    rescore_every=16,
-    width=8,
-    lr=1e-3,
+    images=30_080,
     fractions="0.01",
-    classifier="paper",
+    classifier="linear",
+    spread="off",
     probes=3,
     supervised=True,
 )

@@ -14,7 +14,10 @@ from streamclr.base.progress import Progress
 from streamclr.learner import find_device
 from streamclr.sweeps.job import LOG, RESULT, Job, last_log_line, n_seen
 
-ON = "where the runs are done: ray (a new Ray cluster of this machine) or ray:ADDRESS (a running one) [no Ray]"
+ON = (
+    "where the runs are done: cores (a process for each core of this machine), ray (a new Ray cluster of this machine) "
+    "or ray:ADDRESS (a running one) [no Ray]"
+)
 
 
 class Place(Protocol):
@@ -42,12 +45,12 @@ class Place(Protocol):
 
 def open_place(on: str | None, workers: int | None, device: str | None, threads: int | None = None) -> Place:
     """The place that `--on` names; threads: of each job [this machine's cores, divided among the workers]."""
-    if on is None:
+    if on in (None, "cores"):
         return Processes(workers, device)
     name, _, address = on.partition(":")
     if name != "ray" or on == "ray:":
         raise UserError(
-            f"on is {on!r}: use ray for a cluster of this machine, or ray:ADDRESS for a running one (ray:auto)"
+            f"on is {on!r}: use cores, ray for a cluster of this machine, or ray:ADDRESS for a running one (ray:auto)"
         )
     from streamclr.sweeps.on_ray import OnRay
 
