@@ -31,7 +31,15 @@ from streamclr.encoders.resnet import resnet18
 from streamclr.encoders.stages import set_trained
 from streamclr.encoders.weights import make_encoder
 from streamclr.loss import nt_xent
-from streamclr.policy import POLICIES, Policy, check_resumable, draw_batch, load_policy_state, policy_name, policy_state
+from streamclr.policy import (
+    Policy,
+    build_policy,
+    check_resumable,
+    draw_batch,
+    load_policy_state,
+    policy_name,
+    policy_state,
+)
 from streamclr.recipe import POSITIVES, Recipe, find_recipe
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
@@ -115,7 +123,7 @@ class Learner:
         self.ranks = OneProcess()
         named = isinstance(encoder, str)
         usual = find_recipe(recipe or ("device" if named else "paper"), named and encoder not in SCRATCH_ENCODERS)
-        self.policy = POLICIES[usual.policy]() if policy is None else policy
+        self.policy = build_policy(usual.policy, seed=seed) if policy is None else policy
         buffer = usual.buffer if buffer is None else buffer
         temperature = usual.temperature if temperature is None else temperature
         optimizer, lr = usual_lr(usual, optimizer, lr)

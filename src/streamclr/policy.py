@@ -1,5 +1,6 @@
 """The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
 
+import inspect
 import math
 import random
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_seed, one_of
 from streamclr.base.statistics import uniform
@@ -309,6 +311,22 @@ POLICIES: dict[str, type] = {
     "mixture": Mixture,
     "scored-reservoir": ScoredReservoir,
 }
+
+
+def policy_options(policy: str) -> list[str]:
+    """The names of the options that a policy takes."""
+    name, _ = opts.split(policy)
+    if name not in POLICIES:
+        raise UserError(f"no policy {name!r}: {one_of(name, POLICIES)}")
+    return list(inspect.signature(POLICIES[name]).parameters)
+
+
+def build_policy(policy: str, **usual: Any) -> Policy:
+    """The policy `name?key=value`; usual: values of options that are not given, for those that it takes."""
+    takes, (name, given) = policy_options(policy), opts.split(policy)
+    chosen = {key: value for key, value in usual.items() if key in takes} | given
+    built: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
+    return built
 
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -54,7 +54,7 @@ PAPER = Recipe(
 )
 # On a device, for an encoder that learns from scratch.
 SCRATCH = Recipe(
-    policy="random",
+    policy="reservoir?horizon=10",
     fresh=0.05,
     buffer="10M",
     batch=64,

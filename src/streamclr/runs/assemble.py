@@ -1,11 +1,9 @@
 """A run from its options: the plan, the stream, the policy and the learner."""
 
 import dataclasses
-import inspect
 import sys
 from pathlib import Path
 
-from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.classifier import draw_labelled
@@ -18,7 +16,7 @@ from streamclr.encoders.weights import INITS, model_from
 from streamclr.guards import Guarded
 from streamclr.learner import Learner, find_device
 from streamclr.models.pretrained import from_pretrained
-from streamclr.policy import POLICIES, ContrastScoring, Policy
+from streamclr.policy import ContrastScoring, Policy, build_policy, policy_options
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
 from streamclr.runs.serving import check_can_predict
@@ -48,25 +46,12 @@ def public_model(plan: RunPlan) -> ContrastiveModel | None:
     return initial_model(plan, plan.size).to(find_device(plan.device)) if plan.init != "random" else None
 
 
-def policy_options(policy: str) -> list[str]:
-    """The names of the options that a policy takes."""
-    name, _ = opts.split(policy)
-    if name not in POLICIES:
-        raise UserError(f"no policy {name!r}: {opts.one_of(name, POLICIES)}")
-    return list(inspect.signature(POLICIES[name]).parameters)
-
-
 def make_policy(plan: RunPlan) -> Policy:
     """The policy `name?key=value`, with the run's seed, temperature and re-scoring period where it takes them."""
-    name, options = opts.split(plan.policy)
-    takes = policy_options(plan.policy)
-    if plan.rescore_every is not None:
-        if "rescore_every" not in takes:
-            raise UserError(f"--rescore-every is for the policy contrast: {name} does not score lazily")
-        options["rescore_every"] = str(plan.rescore_every)
-    defaults = {"seed": plan.seed, "temperature": plan.temperature, "fresh": plan.fresh}
-    chosen = {k: v for k, v in defaults.items() if k in takes} | options
-    policy: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
+    lazily = {} if plan.rescore_every is None else {"rescore_every": plan.rescore_every}
+    if lazily and "rescore_every" not in policy_options(plan.policy):
+        raise UserError(f"--rescore-every is for the policy contrast: {plan.policy} does not score lazily")
+    policy = build_policy(plan.policy, seed=plan.seed, temperature=plan.temperature, fresh=plan.fresh, **lazily)
     return policy if plan.guards == "off" else Guarded(policy, plan.guards)
 
 

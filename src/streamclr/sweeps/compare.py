@@ -13,6 +13,7 @@ from streamclr.base.options import option
 from streamclr.base.plots import line_plot
 from streamclr.base.statistics import mean_by, seeds_note, spread
 from streamclr.base.table import Table, labels_heading
+from streamclr.policy import policy_options
 from streamclr.recipe import SCRATCH
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import (
@@ -27,7 +28,7 @@ from streamclr.records.options import (
     as_run,
 )
 from streamclr.records.plan import RunPlan, open_run_stream
-from streamclr.runs.assemble import policy_options, prepare
+from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import Extracted, labelled, probe_accuracy
 from streamclr.runs.report import write_report
 from streamclr.runs.run import run
