@@ -71,14 +71,16 @@ class ContrastScoring:
         return self._refreshed(pool, pool.score.topk(size).indices)
 
     def _refreshed(self, pool: Pool, best: Tensor) -> Tensor:
-        """The best, with the best new images in place of those that have stayed longest if too few new ones are in."""
+        """The best, with the best of the other new images in place of the last old ones if too few new ones are in."""
         rest = pool.age == 0
         n = min(math.ceil(self.fresh * len(best)), int(rest.sum())) - int(rest[best].sum())
         if n <= 0:
             return best
         rest[best] = False
         entering = pool.score.where(rest, -torch.inf).topk(n).indices
-        return torch.cat([best[pool.age[best].topk(len(best) - n, largest=False).indices], entering])
+        old = (pool.age[best] > 0).nonzero()[:, 0]
+        best[old[-n:]] = entering  # the scores of the best fall
+        return best
 
     def _score(self, model: nn.Module, images: Tensor) -> Tensor:
         if self.precision != "auto":
@@ -322,9 +324,12 @@ def policy_options(policy: str) -> list[str]:
 
 
 def build_policy(policy: str, **usual: Any) -> Policy:
-    """The policy `name?key=value`; usual: values of options that are not given, for those that it takes."""
+    """The policy `name?key=value`.
+
+    usual: values of options that are not given, for policies that take them; None: the policy's own.
+    """
     takes, (name, given) = policy_options(policy), opts.split(policy)
-    chosen = {key: value for key, value in usual.items() if key in takes} | given
+    chosen = {key: value for key, value in usual.items() if key in takes and value is not None} | given
     built: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
     return built
 

@@ -48,10 +48,10 @@ def public_model(plan: RunPlan) -> ContrastiveModel | None:
 
 def make_policy(plan: RunPlan) -> Policy:
     """The policy `name?key=value`, with the run's seed, temperature and re-scoring period where it takes them."""
-    lazily = {} if plan.rescore_every is None else {"rescore_every": plan.rescore_every}
-    if lazily and "rescore_every" not in policy_options(plan.policy):
+    if plan.rescore_every is not None and "rescore_every" not in policy_options(plan.policy):
         raise UserError(f"--rescore-every is for the policy contrast: {plan.policy} does not score lazily")
-    policy = build_policy(plan.policy, seed=plan.seed, temperature=plan.temperature, fresh=plan.fresh, **lazily)
+    names = ("seed", "temperature", "fresh", "rescore_every")
+    policy = build_policy(plan.policy, **{name: getattr(plan, name) for name in names})
     return policy if plan.guards == "off" else Guarded(policy, plan.guards)
 
 

@@ -35,8 +35,8 @@ SCALES = {
 BUFFER = 256  # images in the buffer, unless an experiment says otherwise
 # What the time of a step depends on.
 KIND_FIELDS = (
-    "encoder init width stem norm projection train size policy buffer batch segment rescore_every positives optimizer "
-    "precision device"
+    "encoder init width stem norm projection train size policy buffer batch segment rescore_every fresh positives "
+    "optimizer precision device"
 ).split()
 T = TypeVar("T")
 
