@@ -172,18 +172,20 @@ def test_the_run_of_other_code_is_not_taken_for_an_interrupted_one(small_cifar, 
 COMMITTED = Path(__file__).parents[1] / "experiments"
 # The jobs of sweep are not committed.
 N_COMMITTED = {"labels": 18, "curves": 18, "lazy": 18, "buffer": 36, "gradient": 3, "stc": 60, "iid": 21}
-N_COMMITTED |= {"large-buffer": 96, "unusable": 79, "asked": 3, "fleet": 24}
+N_COMMITTED |= {"large-buffer": 96, "unusable": 79, "asked": 3, "fleet": 24, "adapt": 81}
 
 
 @pytest.mark.parametrize("name", N_COMMITTED)
 def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
-    """Without data: of a stream the plan of a run needs its size alone, for the number of images is given."""
+    """Without data: of a stream the plan needs its size and order alone, for the number of images is given."""
 
     def no_data(config, data_dir):
-        if config.source not in ("cifar10", "tiny-imagenet-20"):
+        name = config.source.partition("?")[0]
+        if name not in ("cifar10", "tiny-imagenet-20", "gtsrb"):
             raise UserError("not here")
-        size = 32 if config.source == "cifar10" else 64
-        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False, in_time=False)
+        size = config.size or (32 if name == "cifar10" else 64)
+        in_time = name == "gtsrb"
+        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False, in_time=in_time, fps=None)
 
     if name == "fleet":
         pytest.importorskip("flwr")

@@ -93,8 +93,8 @@ def experiment(lab: Lab) -> Findings:
 
 def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
     short, long = SHORT[dataset], LONG[dataset]
-    public = {"encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None, "lr": None, "stc": None, **settings}
-    public |= {"probes": 0, "fractions": "0.01", "classifier": "linear", "spread": "off"}
+    public = {"recipe": "device", "encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None, "lr": None}
+    public |= {"stc": None, "probes": 0, "fractions": "0.01", "classifier": "linear", "spread": "off"} | settings
 
     def adapted(images: int = short, whole: bool = False, **own: Any) -> list[Job]:
         runs = lab.runs(**public | {"images": images} | own)
@@ -112,7 +112,8 @@ def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Jo
         rows["contrast scoring, two views of one frame, flip"] = adapted(**paper, **in_buffer)
         rows["reservoir, two views of one frame"] = adapted(policy="reservoir", positives="views", **in_buffer)
         rows[IN_RANDOM_ORDER] = adapted(images=long, source="gtsrb?order=pairs")
-        scratch: dict[str, Any] = {"encoder": None, "size": 32, "width": 8, "stem": "half", "lr": 3e-3}
+        scratch: dict[str, Any] = {"recipe": "paper", "encoder": None, "size": 32, "width": 8, "stem": "half"}
+        scratch["lr"] = 3e-3
         rows["ResNet-18 of width 8 from scratch at 32 px, contrast scoring, many frames"] = adapted(
             images=long, positives="time", **scratch
         )
