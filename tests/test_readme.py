@@ -32,6 +32,14 @@ def test_a_newcomer_reads_it_to_the_end():
     assert len(README) <= 9000
 
 
+def test_its_numbers_are_those_of_the_experiments():
+    quoted, measured = (
+        set(re.findall(r"-?[\d.]+ ± [\d.]+\d", text))
+        for text in (README, (ROOT / "experiments" / "README.md").read_text("utf-8"))
+    )
+    assert quoted <= measured
+
+
 def test_it_has_the_five_commands():
     first_words = [shlex.split(line)[:2] for block in COMMANDS for line in block.splitlines()]
     assert [words[1] for words in first_words] == ["run", "label", "predict", "export", "predict"]

@@ -23,6 +23,7 @@ def test_cells_show_the_interval_and_one_seed_the_value_alone():
     assert spread([1.0, 3.0]) == "2.0 ± 12.7"  # 12.706 * sqrt(2) / sqrt(2)
     assert spread([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
     assert spread([50.0, 50.0], unit=" %") == "50.0 % ± 0.0"
+    assert spread([10_000.0, 12_000.0], 0) == "11,000 ± 12,706"
     assert seeds_note(3) == "3 seeds, mean ± 95 % interval"
     assert seeds_note(1) == "one seed"
 

@@ -27,9 +27,9 @@ def t_quantile(freedom: int) -> float:
     return Z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
 
 
-def mean_by(points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
+def mean_by(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The mean of the values at each x, in the order of x."""
-    values: dict[int, list[float]] = {}
+    values: dict[float, list[float]] = {}
     for x, value in points:
         values.setdefault(x, []).append(value)
     return [(x, mean(values[x])) for x in sorted(values)]
@@ -48,7 +48,7 @@ def spread(values: Sequence[float], digits: int = 1, unit: str = "") -> str:
     if not values:
         return "–"
     middle, half = mean_interval(values)
-    return f"{middle:.{digits}f}{unit}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
+    return f"{middle:,.{digits}f}{unit}" + (f" ± {half:,.{digits}f}" if len(values) > 1 else "")
 
 
 def seeds_note(n_seeds: int) -> str:

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import mean
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from streamclr.base.statistics import mean_by, mean_interval, spread
 from streamclr.base.table import Table
 from streamclr.sweeps.job import Result
+from streamclr.sweeps.lab import SCALES, Lab
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,33 +53,68 @@ def accuracies(results: Mapping[str, Sequence[Result]]) -> Accuracies:
     return {row: {"accuracy": accuracy(own)} for row, own in results.items()}
 
 
+def curve(result: Result) -> Points:
+    """Images seen and kNN accuracy in %."""
+    return [(point["seen"], 100 * point["knn"]) for point in result["curve"]]
+
+
 def mean_curve(results: Sequence[Result]) -> Points:
-    """Images seen and kNN accuracy in %, mean over seeds."""
-    return mean_by((point["seen"], 100 * point["knn"]) for result in results for point in result["curve"])
+    """The mean over seeds."""
+    return mean_by(point for result in results for point in curve(result))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparisons, seed by seed: the seeds are paired by their stream, and their spread is that of what a table shows
+
+
+def margins(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Differences."""
+    return [a - b for a, b in zip(ours, others, strict=True)]
+
+
+def shares_of_gap(values: Sequence[float], low: Sequence[float], high: Sequence[float]) -> list[float]:
+    """How much of the gap between low and high is closed, in %; nothing if the gap of a seed is below one point."""
+    gaps = margins(high, low)
+    return [] if min(gaps) < 1 else [100 * a / gap for a, gap in zip(margins(values, low), gaps, strict=True)]
+
+
+def first_reached(points: Points, level: float) -> float | None:
+    """Where a curve first reaches a level, interpolated between its points; None: never."""
+    for (x_before, before), (x, y) in pairwise([points[0], *points]):
+        if y >= level:
+            return float(np.interp(level, (before, y), (x_before, x)))
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cells and rows of tables
 
 
-def signed(value: float, digits: int = 1) -> str:
-    return f"{value:+.{digits}f}"
-
-
-def against(ours: Sequence[float], paper: float) -> list[str]:
+def against(ours: Sequence[float], paper: float | None) -> list[str]:
     """Three cells: ours, the paper's, the difference."""
-    return [spread(ours), f"{paper:.2f}", signed(mean(ours) - paper)]
+    if paper is None:
+        return [spread(ours), "–", "–"]
+    return [spread(ours), f"{paper:.2f}", spread([value - paper for value in ours])]
 
 
-def margins(ours: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Differences of values that are paired by their seed, and so by their stream."""
-    return [a - b for a, b in zip(ours, others, strict=True)]
+def reached(where: Sequence[float | None], digits: int = 0) -> str:
+    """A cell of `first_reached`: a mean if all seeds reach the level, else how many do."""
+    found = [x for x in where if x is not None]
+    if len(found) == len(where):
+        return spread(found, digits)
+    return f"{len(found)} of {len(where)} seeds" if found else "never"
 
 
-def share_of_gap(value: Sequence[float], low: Sequence[float], high: Sequence[float]) -> str:
-    """How much of the gap between the means of low and high is closed; no number if the gap is below one point."""
-    gap = mean(high) - mean(low)
-    return "–" if gap < 1 else f"{100 * (mean(value) - mean(low)) / gap:.0f} %"
+def scale_note(lab: Lab) -> str:
+    """Where a scale is far from the paper, for the end of the note of a table with margins."""
+    own, paper = SCALES[lab.scale], SCALES["paper"]
+    if own.lr == paper.lr or not own.lr or not paper.lr:
+        return ""
+    return (
+        f" The margins are those of this scale: its learning rate is {own.lr / paper.lr:.0f} times the paper's "
+        f"({own.lr:g} against {paper.lr:g} for a buffer of 256 images of CIFAR-10), its encoder has width {own.width} "
+        f"instead of {paper.width}."
+    )
 
 
 def policies_table(title: str, first: str, last: str, settings: Mapping[str, Setting], note: str = "") -> Table:
@@ -98,6 +137,7 @@ def policies_by(
 ) -> Findings:
     """The accuracy of every policy at each value of a setting, where `measured` has "policy value".
 
+    The last row is a reservoir, the simplest rival, against contrast scoring.
     columns: heading by value.
     log: the base of the plot's axis, on which a value is `unit` times as large.
     """
@@ -106,6 +146,8 @@ def policies_by(
         own = {n: measured.get(f"{policy} {n}", {"accuracy": []})["accuracy"] for n in columns}
         rows.append([name, *map(spread, own.values())])
         series.append((name, [(unit * n, mean(values)) for n, values in own.items() if values], "o-"))
+    pairs = ((measured[f"{policy} {n}"]["accuracy"] for policy in ("reservoir", "contrast")) for n in columns)
+    rows.append([f"{NAMES['reservoir']} less {NAMES['contrast']}", *(spread(margins(*pair)) for pair in pairs)])
     table = Table(title, ["", *columns.values()], rows, note)
     return Findings([table], measured, "Accuracy with all labels, %", lines(series, xlabel, log))
 

@@ -15,7 +15,7 @@ from streamclr.base.statistics import spread
 from streamclr.base.table import Table
 from streamclr.classifier import Accuracy, Head, draw_labelled
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.experiments.findings import Findings, Series, lines, margins
+from streamclr.experiments.findings import Findings, Series, first_reached, lines, margins, reached, shares_of_gap
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
@@ -93,9 +93,9 @@ def experiment(lab: Lab) -> Findings:
 
 def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
     short, long = SHORT[dataset], LONG[dataset]
-    public = {"encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None, "lr": None, "stc": None, **settings}
-    public |= {"recipe": "device", "fresh": 0.0, "probes": 0, "fractions": "0.01", "classifier": "linear"}
-    public |= {"spread": "off"}
+    public = {"recipe": "device", "encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None, "lr": None}
+    public |= {"stc": None, "probes": 0, "fractions": "0.01", "classifier": "linear", "spread": "off", "fresh": 0.0}
+    public |= settings
 
     def adapted(images: int = short, whole: bool = False, **own: Any) -> list[Job]:
         runs = lab.runs(**public | {"images": images} | own)
@@ -172,9 +172,8 @@ def _goals(measured: dict[str, dict[str, list[float]]]) -> list[Table]:
             if name in public and name in adapted:
                 rows.append([f"{dataset}, {what}: adapted less public", spread(margins(adapted[name], public[name]))])
         if iid:
-            gains = [mean(margins(own["linear 0.01"], public["linear 0.01"])) for own in (adapted, iid)]
-            share = f"{100 * gains[0] / gains[1]:.0f}"
-            rows.append([f"{dataset}, linear: share of the gain in random order, %", share])
+            shares = shares_of_gap(*(own["linear 0.01"] for own in (adapted, public, iid)))
+            rows.append([f"{dataset}, linear: share of the gain in random order, %", spread(shares)])
         for found, known in (("tuned found", "tuned spread"), ("taught found", "taught")):
             if found in adapted:
                 difference = spread(margins(adapted[found], adapted[known]))
@@ -185,7 +184,7 @@ def _goals(measured: dict[str, dict[str, list[float]]]) -> list[Table]:
 
 
 def _labels_needed(dataset: str, public: dict[str, list[float]], adapted: dict[str, list[float]]) -> list[list[str]]:
-    """The share of the labels with which GOAL is reached, interpolated between the shares that were measured."""
+    """The share of the labels with which each seed reaches GOAL, interpolated between those that were measured."""
     curves = {
         "public encoder fine-tuned": {0.01: public["tuned"]} | {f: public[f"tuned {f}"] for f in MORE_LABELS},
         "adapted, spread and self-trained": {f: adapted[f"taught {f}"] for f in FEWER_LABELS}
@@ -193,11 +192,13 @@ def _labels_needed(dataset: str, public: dict[str, list[float]], adapted: dict[s
     }
     rows = []
     for name, curve in curves.items():
-        means = {fraction: mean(accuracies) for fraction, accuracies in curve.items()}
-        points = ", ".join(f"{fraction:.2%} of the labels {spread(curve[fraction], 1)}" for fraction in curve)
-        needed = float(np.interp(GOAL, list(means.values()), list(means)))
-        side = "below " if means[min(means)] > GOAL else "above " if means[max(means)] < GOAL else ""
-        rows.append([f"{dataset}, {name}: labels for {GOAL:.0f} %", f"{side}{needed:.2%} ({points})"])
+        percents = [100 * fraction for fraction in curve]
+        points = ", ".join(f"{spread(own)} with {100 * fraction:g} %" for fraction, own in curve.items())
+        seeds = [list(zip(percents, seed, strict=True)) for seed in zip(*curve.values(), strict=True)]
+        needed = [first_reached(seed, GOAL) for seed in seeds]
+        n_below = needed.count(percents[0])
+        cell = f"below {percents[0]:g} in {n_below} of {len(seeds)} seeds" if n_below else reached(needed, 2)
+        rows.append([f"{dataset}, {name}: % of the labels for {GOAL:.0f} %", f"{cell} ({points})"])
     return rows
 
 

@@ -14,7 +14,7 @@ from streamclr.base.progress import Progress
 from streamclr.base.statistics import evenly_spaced, spread
 from streamclr.base.table import Table
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.experiments.findings import Findings, lines, share_of_gap, signed
+from streamclr.experiments.findings import Findings, lines, margins, shares_of_gap
 from streamclr.fleet.options import SimulateOptions
 from streamclr.fleet.rounds import read_rounds
 from streamclr.fleet.simulate import prepared, run_rounds
@@ -56,19 +56,19 @@ def experiment(lab: Lab) -> Findings:
         seen = row.partition(":")[0]
         if f"{seen}: fleet" not in measured:
             return [row, spread(measured[row]), "–", "–", "–"]
-        loss = signed(mean(measured[row]) - mean(measured[f"{seen}: fleet"]))
+        less = spread(margins(measured[row], measured[f"{seen}: fleet"]))
         alone = measured[f"{seen}: single"]
-        closed = (share_of_gap(measured[row], alone, measured[end]) for end in ("pooled", EQUAL))
-        return [row, spread(measured[row]), loss, *closed]
+        closed = (spread(shares_of_gap(measured[row], alone, measured[end]), 0) for end in ("pooled", EQUAL))
+        return [row, spread(measured[row]), less, *closed]
 
     table = Table(
         f"A fleet of {N_DEVICES}, CIFAR-10",
-        ["", "linear probe, %", "against the fleet", "gap closed to pooled", "to pooled, equal steps"],
+        ["", "linear probe, %", "against the fleet", "gap closed to pooled, %", "to pooled, equal steps, %"],
         [cells(row) for row in measured],
         f"Not in the paper. {N_DEVICES} devices with buffers of {BUFFER} images learn for {N_ROUNDS} rounds of "
         f"{n_round} images each. Single: each device alone, mean of all. Pooled: one learner on the images of all "
         f"devices, so it takes {N_DEVICES} times the steps of a device, or in the second row as many. Linear probe on "
-        f"{N_PROBED:,} labels.",
+        f"{N_PROBED:,} labels. –: the gap of a seed is below one point, or none.",
     )
     series = []
     for row, ours in results.items():

@@ -2,7 +2,7 @@
 
 from statistics import mean
 
-from streamclr.experiments.findings import NAMES, POLICIES, Findings, accuracies, lines, policies_table
+from streamclr.experiments.findings import NAMES, POLICIES, Findings, accuracies, lines, policies_table, scale_note
 from streamclr.sweeps.lab import SCALES, Lab
 
 PAPER = {8: (69.38, 66.71, 65.91), 32: (73.26, 70.65, 70.80), 128: (73.97, 71.28, 70.65), 256: (76.06, 72.75, 70.53)}
@@ -27,6 +27,6 @@ def experiment(lab: Lab) -> Findings:
             name = NAMES[policy] if n == max(n_images.values()) else ""
             own = [(size, mean(measured[f"{size} {policy}"]["accuracy"])) for size in PAPER if n_images[size] == n]
             series.append((name, own, f"C{i}o-"))
-    table = policies_table("Buffer sizes on CIFAR-10", "buffer", "images", settings)
+    table = policies_table("Buffer sizes on CIFAR-10", "buffer", "images", settings, scale_note(lab).strip())
     draw = lines(series, "images in the buffer", log=2, fontsize=8)
     return Findings([table], measured, "Accuracy with all labels, %", draw)
