@@ -82,7 +82,7 @@ def in_process(monkeypatch):
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy"), pytest.mark.system)  # tens of runs
+TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy", "recipe"), pytest.mark.system)  # tens of runs
 TIER |= dict.fromkeys(
     ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt"), pytest.mark.long
 )  # of the same kind, or minutes

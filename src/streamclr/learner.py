@@ -84,6 +84,9 @@ class Learner:
     buffer: N, images in the buffer; or its size in bytes, as "10M".
     batch_size: images of one update, drawn uniformly from the buffer.
     optimizer: `adam` or `muon`.
+    lr: learning rate.
+    lr_half: steps after which it has fallen to half. It falls as 1/√t, because nobody knows when a stream ends; 0: it
+        is constant.
     precision: of the encoder's arithmetic in training: `fp32`, or `bf16`, which is faster on a GPU and on some CPUs.
     positives: `views` contrasts two views of one frame, `time` views of two neighbouring frames, the second of which is
         kept in the buffer beside the first.
@@ -108,6 +111,7 @@ class Learner:
         temperature: float | None = None,
         optimizer: str | None = None,
         lr: float | None = None,
+        lr_half: int | None = None,
         weight_decay: float = 1e-4,
         views: StrongViews | None = None,
         positives: str | None = None,
@@ -126,7 +130,8 @@ class Learner:
         self.policy = build_policy(usual.policy, seed=seed) if policy is None else policy
         buffer = usual.buffer if buffer is None else buffer
         temperature = usual.temperature if temperature is None else temperature
-        optimizer, lr = usual_lr(usual, optimizer, lr)
+        optimizer, self.lr = usual_lr(usual, optimizer, lr)
+        self.lr_half = usual.lr_half if lr_half is None else lr_half
         self.positives = usual.positives if positives is None else positives
         if self.positives not in POSITIVES:
             raise UserError(f"positives is {positives!r}: use {' or '.join(POSITIVES)}")
@@ -138,16 +143,16 @@ class Learner:
             ("batch_size", self.batch_size, 2),
             ("updates_per_segment", updates_per_segment, 1),
             ("reach", reach, 1),
+            ("lr_half", self.lr_half, 0),
         ):
             if value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")
         self.reach = reach
         if precision not in PRECISIONS:
             raise UserError(f"precision is {precision!r}: use {' or '.join(PRECISIONS)}")
-        if not (temperature > 0 and lr > 0 and weight_decay >= 0):
-            raise UserError(
-                f"temperature ({temperature}) and lr ({lr}) must be above 0, weight_decay ({weight_decay}) not below"
-            )
+        if not (temperature > 0 and self.lr > 0 and weight_decay >= 0):
+            due = f"temperature ({temperature}) and lr ({self.lr}) must be above 0"
+            raise UserError(f"{due}, weight_decay ({weight_decay}) not below")
         self.updates_per_segment, self.temperature = updates_per_segment, temperature
         self.views = usual.views if views is None else views
         with seeded(seed):
@@ -163,7 +168,7 @@ class Learner:
             self._random_state = torch.get_rng_state()  # of the model's own randomness, such as dropout
         self.model = model.to(self.device)
         self.model.in_bf16 = precision == "bf16"
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr, weight_decay)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), self.lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
@@ -209,6 +214,7 @@ class Learner:
                 keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN of S(x), Eq. 3
                 n_kept = self.buffer.replace(pool, keep)  # the new B
             losses, scored = [], perf_counter()
+            self.optimizer.lr = self.lr / math.sqrt(1 + 3 * self.n_steps / self.lr_half) if self.lr_half else self.lr
             for _ in range(self.updates_per_segment):
                 rows = draw_batch(self.policy, self.buffer, self.batch_size, self.model, self.generator)
                 batch, neighbours = self.buffer.pairs(rows)  # n x 3 x H x W each

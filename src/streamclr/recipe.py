@@ -19,6 +19,7 @@ class Recipe:
     segment: int | None  # new images of one step; None: as many as the buffer holds
     optimizer: str
     lr: float
+    lr_half: int  # steps after which the learning rate has fallen to half; 0: it is constant
     temperature: float
     projection: str
     positives: str  # two views of one frame, "views", or of two neighbouring ones, "time"
@@ -44,6 +45,7 @@ PAPER = Recipe(
     segment=None,
     optimizer="adam",
     lr=1e-4,
+    lr_half=0,
     temperature=0.5,
     projection="plain",
     positives="views",
@@ -61,6 +63,7 @@ SCRATCH = Recipe(
     segment=64,
     optimizer="muon",
     lr=0.04,
+    lr_half=3000,
     temperature=0.2,
     projection="batchnorm",
     positives="time",
@@ -78,6 +81,7 @@ ADAPT = Recipe(
     segment=64,
     optimizer="adam",
     lr=3e-4,
+    lr_half=0,
     temperature=0.2,
     projection="batchnorm",
     positives="time",

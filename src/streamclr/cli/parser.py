@@ -21,7 +21,7 @@ HEADINGS = {
     "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "fresh", "guards"),
     "encoder": ("encoder", "init", "train", "width", "stem", "norm", "norm_over", "projection"),
     "training": tuple(
-        "recipe optimizer lr weight_decay updates temperature positives reach crop flip side seed".split()
+        "recipe optimizer lr lr_half weight_decay updates temperature positives reach crop flip side seed".split()
     ),
     "classifier and labels": (
         "fractions",

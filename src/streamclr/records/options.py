@@ -97,6 +97,9 @@ class ModelOptions:
     )
     optimizer: str | None = option(None, f"adam or muon {by_recipe('optimizer')}")
     lr: float | None = option(None, f"learning rate {by_recipe('lr')}")
+    lr_half: int | None = option(
+        None, f"steps after which the learning rate has fallen to half; 0: it is constant {by_recipe('lr_half')}"
+    )
     weight_decay: float = option(1e-4, "weight decay")
     temperature: float | None = option(None, f"of the loss {by_recipe('temperature')}")
     positives: str | None = option(

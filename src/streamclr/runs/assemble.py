@@ -72,6 +72,7 @@ def make_learner(plan: RunPlan) -> Learner:
         temperature=plan.temperature,
         optimizer=plan.optimizer,
         lr=plan.lr,
+        lr_half=plan.lr_half,
         weight_decay=plan.weight_decay,
         views=plan.views,
         positives=plan.positives or "views",  # a plan of an earlier version does not say

@@ -40,6 +40,7 @@ USUAL: Result = {
     "init": "random",
     "optimizer": "adam",
     "lr": 1e-4,
+    "lr_half": 0,
     "weight_decay": 1e-4,
     "temperature": 0.5,
     "positives": "views",
