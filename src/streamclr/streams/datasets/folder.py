@@ -140,7 +140,8 @@ def imagenet(
 ) -> DatasetSource:
     """ImageNet or a subset of it: `train/` and `val/`, one folder per class in each.
 
-    classes: how many, in the order of their names, or a file that lists the folders, one per line.
+    classes: how many, in the order of their names; a file that lists the folders, one per line; or their names, with
+        commas between.
     """
     root = _directory(path, "imagenet")
     for split in ("train", "val"):
@@ -155,20 +156,28 @@ def imagenet(
             raise UserError(f"classes={classes}, and {root / 'train'} has {len(present)}: use 1 to {len(present)}")
         names = present[: int(wanted)]
     else:
-        if not os.path.isfile(wanted):
-            raise UserError(f"classes={classes} is neither a number nor a file that lists class folders")
-        lines = Path(wanted).read_text("utf-8-sig", errors="replace").splitlines()
-        names = [line.split()[0] for line in lines if line.strip()]
-        for i, name in enumerate(names):
-            if name not in present:
-                raise UserError(f"{classes} lists {name!r}, which is not in {root / 'train'}")
-            if name in names[:i]:
-                raise UserError(f"{classes} lists {name!r} twice: list each class once")
-        if not names:
-            raise UserError(f"{classes} lists no class: write one folder name per line")
+        names = listed_classes(wanted, root / "train")
     pool = Decoders(decoders) if decoders else None
     train, test = (_images(root / split, size, tuple(names), decoders=pool) for split in ("train", "val"))
     return DatasetSource(train, train, test, stc, seed, passes)
+
+
+def listed_classes(classes: str, train: Path) -> list[str]:
+    """The classes that a file lists, one per line, or that are written with commas between; all are folders there."""
+    is_file = os.path.isfile(classes)
+    if not is_file and "," not in classes:
+        raise UserError(f"classes={classes} is neither a number nor a file that lists class folders")
+    lines = Path(classes).read_text("utf-8-sig", errors="replace").splitlines() if is_file else classes.split(",")
+    what, present = classes if is_file else "classes", class_folders(train)
+    names = [line.split()[0] for line in lines if line.strip()]
+    for i, name in enumerate(names):
+        if name not in present:
+            raise UserError(f"{what} lists {name!r}, which is not in {train}")
+        if name in names[:i]:
+            raise UserError(f"{what} lists {name!r} twice: list each class once")
+    if not names:
+        raise UserError(f"{what} lists no class: write one folder name per line")
+    return names
 
 
 def class_folders(directory: Path) -> list[str]:
