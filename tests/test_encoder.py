@@ -1,13 +1,19 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from streamclr import Learner, UserError, compact, resnet18, resnet34, resnet50
+from streamclr import Learner, UserError, compact, open_stream, resnet18, resnet34, resnet50
+from streamclr.buffer import Buffer
 from streamclr.encoders.architecture import RESNETS, Architecture
 from streamclr.encoders.inference import infer, infer_views
+from streamclr.encoders.mobilenet import mobilenet_v2
 from streamclr.encoders.projection import ContrastiveModel, count_features
 from streamclr.encoders.resnet import STEMS, BasicBlock, Conv3x3, ResNet
-from support.images import random_images
+from streamclr.policy import POLICIES
+from streamclr.runs.evaluation import curve_point
+from support.images import make_folder, random_images
 
 
 @pytest.mark.parametrize(
@@ -107,6 +113,27 @@ def test_gradients_of_narrow_encoders(width, norm):
         encoder(views.to(dtype)).square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten().double() for p in encoder.parameters()]))
     assert torch.cosine_similarity(*gradients, dim=0) > 0.99999
+
+
+WITH_GROUP_NORM = (partial(make, width=8, norm="group") for make in (resnet18, resnet50, compact))
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("make", [partial(resnet18, 8), partial(resnet50, 8), compact, mobilenet_v2, *WITH_GROUP_NORM])
+def test_every_layer_computes_channels_last_in_training_and_inference(make, in_bf16):
+    model = ContrastiveModel(make())
+    model.in_bf16, seen = in_bf16, set()
+
+    def look(module, inputs, output):
+        if output.ndim == 4:
+            seen.add((model.training, output.is_contiguous(memory_format=torch.channels_last), output.dtype))
+
+    for module in model.encoder.modules():
+        if not list(module.children()):
+            module.register_forward_hook(look)
+    model(random_images(4, 40) / 255)
+    infer(model, random_images(4, 40))
+    assert seen == {(True, True, torch.bfloat16 if in_bf16 else torch.float32), (False, True, torch.float32)}
 
 
 def test_small_stem_keeps_the_resolution():
@@ -213,6 +240,23 @@ def test_views_go_through_the_model_as_they_are(model):
     assert torch.equal(infer_views(model, images / 255), infer(model, images))
     with pytest.raises(UserError, match="float"):
         infer_views(model, images)
+
+
+@pytest.mark.parametrize("policy", ["contrast", "selective-bp", "k-center", "min-red"])
+def test_at_224_px_a_policy_takes_few_images_at_once(policy):
+    seen = []
+    model = ContrastiveModel(Returns(lambda h: seen.append(len(h)) or h, 3))
+    buffer = Buffer(20)
+    POLICIES[policy]().keep(buffer.pool(random_images(40, 224)), 20, model)
+    assert max(seen) == (32 if policy == "contrast" else 16)  # an image and its mirror image go together
+
+
+def test_at_224_px_probes_take_few_images_at_once(tmp_path):
+    seen = []
+    model = ContrastiveModel(Returns(lambda h: seen.append(len(h)) or h, 3))
+    source = open_stream(f"folder:{make_folder(tmp_path)}", size=224).source
+    curve_point(model, source.train, source.test)
+    assert max(seen) == 16
 
 
 @pytest.mark.parametrize(("size", "n"), [(16, 256), (32, 64), (96, 16), (224, 16)])

@@ -24,6 +24,7 @@ from streamclr import (
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import infer
 from streamclr.policy import POLICIES
+from streamclr.score import contrast_score
 from support.images import random_images
 
 
@@ -421,6 +422,8 @@ def test_bad_segments(images, told):
         {"temperature": 0},
         {"lr": -1},
         {"weight_decay": -1},
+        {"precision": "half"},
+        {"precision": "bf16", "memory": "1G"},
     ],
 )
 def test_bad_options(options):
@@ -455,8 +458,34 @@ def test_a_compiled_model_stays_compiled_in_a_run():
 
 
 @pytest.mark.long
-def test_a_compiled_model_learns_the_same():
-    plain, compiled = make(), make(compile=True)
+@pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-3), ("bf16", 2e-2)])
+def test_a_compiled_model_learns_the_same(precision, rel):
+    plain, compiled = make(precision=precision), make(compile=True, precision=precision)
     for step in range(3):
         images = random_images(8, seed=step)
-        assert plain.learn_many(images).loss == pytest.approx(compiled.learn_many(images).loss, rel=1e-3)
+        assert plain.learn_many(images).loss == pytest.approx(compiled.learn_many(images).loss, rel=rel)
+
+
+def test_in_bfloat16_it_resumes_bit_by_bit():
+    learner, exact = make(RandomReplace(), precision="bf16"), make(RandomReplace())
+    steps = learn(learner, 2)
+    assert [step.loss for step in steps] != [step.loss for step in learn(exact, 2)]
+    other = make(RandomReplace(), precision="bf16", seed=99)
+    other.load_state_dict(learner.state_dict())
+    assert [step.loss for step in learn(other, 2, first=2)] == [step.loss for step in learn(learner, 2, first=2)]
+    for a, b in zip(learner.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.dtype == torch.float32
+
+
+def test_after_training_in_bfloat16_scores_and_features_are_exact():
+    learner = make(precision="bf16")
+    learn(learner, 1)
+    learner.model.train()  # as between two steps
+    exact, images = copy.deepcopy(learner.model), random_images(6)
+    exact.in_bf16 = False
+    assert torch.equal(contrast_score(learner.model, images), contrast_score(exact, images))
+    for function in ("forward", "features"):
+        found = infer(learner.model, images, getattr(learner.model, function))
+        assert torch.equal(found, infer(exact, images, getattr(exact, function)))
+    assert torch.equal(learner.extractor()(images), infer(exact, images, exact.features))

@@ -35,12 +35,14 @@ class RankViews(StrongViews):
         return whole.rows(torch.cat([rows, rows + n * self.ranks.n]))
 
 
-def learner(ranks, norm, n, dtype=torch.float32, train="all", projection="plain"):
+def learner(ranks, norm, n, dtype=torch.float32, train="all", projection="plain", precision="fp32"):
     """n: images of a step on all ranks together."""
     with seeded(3 + ranks.index):  # the first rank's weights become those of all
         model = ContrastiveModel(resnet18(8, "small", norm), projection=projection).to(dtype)
     views = RankViews(ranks, dtype)
-    made = Learner(model, FIFOReplace(), n // ranks.n, views=views, train=train, seed=3, device="cpu")
+    made = Learner(
+        model, FIFOReplace(), n // ranks.n, views=views, train=train, precision=precision, seed=3, device="cpu"
+    )
     made.join(ranks)
     made.generator.manual_seed(3)  # the same on all ranks: each takes its rows of one draw
     return made
@@ -79,6 +81,10 @@ def batch(ranks):
 def part(ranks):
     """The last stages learn, and the head has BatchNorm too."""
     return learn(ranks, "batch", 24, 5, torch.float64, train="3", projection="batchnorm")
+
+
+def bf16(ranks):
+    return learn(ranks, "batch", 24, 3, precision="bf16")
 
 
 def own(ranks):
@@ -121,7 +127,7 @@ def agreed(ranks):
     return found
 
 
-JOBS = {job.__name__: job for job in (group, group_256, group_256_double, batch, part, own, agreed)}
+JOBS = {job.__name__: job for job in (group, group_256, group_256_double, batch, part, bf16, own, agreed)}
 
 
 def main(directory, *names):

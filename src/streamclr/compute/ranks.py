@@ -198,6 +198,7 @@ class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
+        dtype, x = x.dtype, x.to(self.weight.dtype)  # statistics of bfloat16 are not taken in bfloat16
         moments = torch.stack(torch.var_mean(x, (0, *range(2, x.ndim)), correction=0))  # 2 x channels
         variances, means = _Gather.apply(moments[None]).unbind(1)  # each ranks x channels
         mean = means.mean(0)
@@ -205,7 +206,7 @@ class SharedBatchNorm(nn.modules.batchnorm._BatchNorm):
         update_running(self, mean, variance, dist.get_world_size() * x.numel() // x.shape[1])
         gain = self.weight * (variance + self.eps).rsqrt()
         per_channel = (-1, *(1,) * (x.ndim - 2))  # channels, or channels x 1 x 1
-        return x * gain.view(per_channel) + (self.bias - mean * gain).view(per_channel)
+        return (x * gain.view(per_channel) + (self.bias - mean * gain).view(per_channel)).to(dtype)
 
 
 class SharedBatchNorm1d(SharedBatchNorm, nn.BatchNorm1d):

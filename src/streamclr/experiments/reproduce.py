@@ -34,20 +34,28 @@ def reproduce(config: ReproduceOptions) -> Path:
     """Do an experiment and print its tables. Returns the directory with results.json, table.md and the plot."""
     if config.name not in EXPERIMENTS:
         raise UserError(f"no experiment {config.name!r}: {opts.one_of(config.name, EXPERIMENTS)}")
+    if config.classes and (config.name, config.scale) != ("curves", "paper"):
+        raise UserError(f"classes is for 'curves --scale paper', and {config.name} reads no ImageNet: leave it out")
     lab = Lab(config)
     findings = EXPERIMENTS[config.name](lab)
     scale = "" if config.scale == "cpu" else f"-{config.scale}"  # another scale or number of images has its directory
     title = config.name + scale + (f"-{config.images}" if config.images else "")
+    title += f"-{config.precision}" if config.precision != "fp32" else ""
+    title += f"-{Path(config.classes).stem}" if config.classes else ""
     directory = _place(lab.out / title, config.seeds, findings)
     directory.mkdir(exist_ok=True)
     images = f" --images {config.images}" if config.images else ""
     data = " --data DIR" if config.data else ""
-    command = f"streamclr reproduce {config.name} --scale {config.scale} --seeds {config.seeds}{images}{data}"
+    precision = f" --precision {config.precision}" if config.precision != "fp32" else ""
+    classes = f" --classes {Path(config.classes).name}" if config.classes else ""
+    how = f"--scale {config.scale} --seeds {config.seeds}{images}{data}{precision}{classes}"
+    command = f"streamclr reproduce {config.name} {how}"
     facts = {
         "command": command,
         "scale": config.scale,
         "seeds": config.seeds,
         "images": config.images,
+        "classes": lab.classes,
         "machine": ", ".join(filter(None, [lab.place.name, listed(lab.origins, "machine")])),
         "hours_of_work": lab.seconds / 3600,
         "versions": {name: listed(lab.origins, name) for name in ("code", "torch")},

@@ -10,7 +10,7 @@ from streamclr.streams.datasets.images import DatasetSource, Images
 from streamclr.streams.spec import open_source
 
 
-class Subset:
+class Subset(Images):
     """Some of the images of a dataset."""
 
     def __init__(self, whole: Images, numbers: np.ndarray):

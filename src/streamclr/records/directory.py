@@ -272,7 +272,7 @@ def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
 
 
 # Options that change where and how a run is kept, not what it learns.
-NOT_THE_RUNS = ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "metrics", "duty", "serve", "predict")
+NOT_THE_RUNS = tuple("out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve predict".split())
 
 
 def _newest_first(default: Path) -> list[Path]:

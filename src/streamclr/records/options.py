@@ -180,6 +180,11 @@ class PaceOptions:
     """How much of the machine a run takes."""
 
     duty: str = option("100%", "share of the time in which to learn, as in 50%; capture goes on meanwhile")
+    decoders: int | None = option(
+        None,
+        "processes that decode image files ahead of the step; 0: the run's own does [with a GPU one for each other "
+        "core, up to 16; else 0]",
+    )
 
     @property
     def duty_share(self) -> float:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
@@ -23,6 +26,7 @@ from streamclr.views import StrongViews
 
 # A public encoder has learned from larger images: at 32 px the last stage of MobileNetV2 is left with one pixel.
 MIN_SIZE = 64
+MAX_USUAL_DECODERS = 16
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,26 @@ class RunPlan(RunOptions):
 def open_run_stream(options: RunOptions) -> DatasetStream | CameraStream:
     """The source's own size, unless it is given or a public encoder needs more."""
     given = split_source(options.source)[2]
-    seed = {"seed": options.seed} if takes(options.source, "seed") and "seed" not in given else {}
-    stream = open_stream(options.source, stc=options.stc, size=options.size, **seed)
+    usual = {"seed": options.seed, "decoders": _n_decoders(options)}
+    own = {name: n for name, n in usual.items() if name not in given and takes(options.source, name)}
+    stream = open_stream(options.source, stc=options.stc, size=options.size, **own)
     is_free = options.size is None and "size" not in given
     if is_free and stream.size < MIN_SIZE and _encoder(options) not in SCRATCH_ENCODERS:
-        return open_stream(options.source, stc=options.stc, size=MIN_SIZE, **seed)
+        return open_stream(options.source, stc=options.stc, size=MIN_SIZE, **own)
     return stream
+
+
+def _n_decoders(options: RunOptions) -> int:
+    """Unless it is told: where a GPU learns, one for each core of this process but its own."""
+    if options.decoders is not None:
+        if options.decoders and not takes(options.source, "decoders"):
+            raise UserError(f"decoders is {options.decoders}, and {options.source} has no image files: leave it out")
+        return options.decoders
+    if options.device == "cpu" or not torch.cuda.is_available():
+        return 0
+    n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # of torchrun, which gives each one thread
+    n_cores = (os.cpu_count() or 1) // n_processes if n_processes else torch.get_num_threads()
+    return max(1, min(MAX_USUAL_DECODERS, n_cores - 1))
 
 
 def resolve(options: RunOptions, stream: Stream) -> RunPlan:

@@ -49,8 +49,11 @@ class BadFrame(UserError):
     """A picture that cannot be used; `reason` is one of REASONS."""
 
     def __init__(self, what: str, reason: str, detail: object):
-        super().__init__(" ".join(f"{what} cannot be used, {reason}: {detail}".split()))
+        super().__init__(what, reason, str(detail))  # from its args a process can make the error of another
         self.reason = reason
+
+    def __str__(self) -> str:
+        return " ".join("{} cannot be used, {}: {}".format(*self.args).split())
 
 
 def decode(file: Path | bytes, size: int | None = None, max_pixels: int = 64_000_000) -> np.ndarray:

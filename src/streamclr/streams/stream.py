@@ -18,6 +18,7 @@ from streamclr.streams.cameras.live import CameraFrames, Idle, never
 from streamclr.streams.datasets.images import Images, Source, readable
 from streamclr.streams.spec import open_source
 
+SEGMENTS_AHEAD = 2  # that a source may read before they are asked for
 # Called with images, n x 3 x H x W, and the name of their camera (None if there is only one).
 Arrived = Callable[[Tensor, str | None], None]
 
@@ -147,10 +148,19 @@ class DatasetStream(Stream):
         return arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
 
     def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
-        while len(images := self.read(n, until)):
-            if arrived:
-                arrived(images, None)
-            yield images
+        try:
+            while len(images := self.read(n, until)):
+                self._expect(SEGMENTS_AHEAD * n, until)
+                if arrived:
+                    arrived(images, None)
+                yield images
+        finally:
+            self.source.expect(np.empty(0, np.int64))
+
+    def _expect(self, n: int, until: int | None) -> None:
+        """The source may begin to read the next `n` images. Position and account are those of the images read."""
+        end = min(e for e in (until, self.n_images, self.position + n) if e is not None)
+        self.source.expect(np.arange(self.position, end))
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "account": self.account.state_dict(), "skipped": list(self._skipped)}
@@ -183,6 +193,9 @@ class Shard(Source):
 
     def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
         return self.whole.tracks(self._in_whole(numbers))
+
+    def expect(self, numbers: np.ndarray) -> None:
+        self.whole.expect(self._in_whole(numbers))
 
     def _in_whole(self, numbers: np.ndarray) -> np.ndarray:
         return (numbers // self.segment * self.n + self.index) * self.segment + numbers % self.segment

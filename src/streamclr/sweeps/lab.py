@@ -15,11 +15,17 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import held, read_json
 from streamclr.base.options import option
 from streamclr.base.progress import Progress, say
+from streamclr.base.table import Table
+from streamclr.encoders.architecture import Architecture
+from streamclr.learner import PRECISIONS
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.run import run
+from streamclr.streams.datasets.folder import listed_classes
+from streamclr.streams.datasets.registry import DATASETS
+from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 from streamclr.sweeps.job import RESULT, Job, Result, begun_by, bring_dataset
 from streamclr.sweeps.origin import Origin, difference, is_by, origin, origin_of
@@ -59,7 +65,13 @@ class LabOptions:
     out: str = option(
         "runs/reproduce", "the directory, shared by experiments: a job with a result there is not done again"
     )
-    plan: bool = option(False, "only print what would run and how long it should take")
+    precision: str = option(
+        "fp32", "of the encoder's arithmetic in training: fp32 as in the paper, or bf16, which is faster on a GPU"
+    )
+    classes: str | None = option(
+        None, "file with class folders of ImageNet, one a line: a subset of 20 has the first 20 [by the folders' names]"
+    )
+    plan: bool = option(False, "only print what would run and how long it should take; needs no GPU")
     redo: bool = option(False, "do jobs again whose results were measured by other code, another torch or machine")
 
 
@@ -73,11 +85,14 @@ class Lab:
             value = getattr(options, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}: use at least {least}")
+        if options.precision not in PRECISIONS:
+            raise UserError(f"precision is {options.precision!r}: use {' or '.join(PRECISIONS)}")
         self.options, self.scale, self.images = options, options.scale, options.images
         self.out, self.data_dir = Path(options.out), None if options.data is None else Path(options.data).expanduser()
-        self.place = open_place(options.on, options.workers, options.device)
+        self.place = open_place(options.on, options.workers, options.device, plan=options.plan)
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UserError(f"no directory {options.data!r}: give --data a directory with official files of datasets")
+        self.classes = None if options.classes is None else self._listed(options.classes)
         self.left_out: list[str] = []  # datasets that were not found
         self.seconds = 0.0  # of work for the results, whenever it was done
         self.origins: list[Origin] = []  # of the results
@@ -90,8 +105,8 @@ class Lab:
         return {"paper": paper, "cpu": cpu}[self.scale]
 
     def runs(self, **settings: Any) -> list[Job]:
-        """A run with the scale's settings and these instead: a job for each seed."""
-        wanted = replace(SCALES[self.scale], **settings)
+        """A run with the scale's settings and these instead (see `_asked`): a job for each seed."""
+        wanted = self._asked(**settings)
         if self.images is not None:
             wanted = replace(wanted, images=self.images, epochs=None)
         plan = _resolve(wanted, self.data_dir)
@@ -106,13 +121,35 @@ class Lab:
     def at_hand(self, dataset: str, **settings: Any) -> bool:
         """Whether the dataset of a run can be read; if not, say so and leave it out."""
         try:
-            _open(replace(SCALES[self.scale], **settings), self.data_dir)
+            _open(self._asked(**settings), self.data_dir)
         except UserError as error:
             self.left_out.append(dataset)
             reason = " ".join(str(error).split())
-            say(f"{dataset} is left out ({reason}): give its directory with --data")
+            source = "imagenet:" if "n_imagenet" in settings else settings.get("source", SCALES[self.scale].source)
+            say(f"{dataset} is left out ({reason}): {how_to_get(source)}")
             return False
         return True
+
+    def _asked(self, n_imagenet: int | None = None, **settings: Any) -> RunOptions:
+        """The scale's settings with these instead; n_imagenet: the source is so many classes of ImageNet."""
+        if n_imagenet is not None:
+            settings["source"] = f"imagenet:{self.data_dir or ''}?classes={self._of_imagenet(n_imagenet)}"
+        return replace(SCALES[self.scale], precision=self.options.precision, **settings)
+
+    def _of_imagenet(self, n: int) -> str:
+        """Its classes by name where they were listed, so that a job is known by them; else how many."""
+        if self.classes is None:
+            return str(n)
+        if len(self.classes) < n:
+            raise UserError(f"{self.options.classes} lists {len(self.classes)} classes: list {n} or more")
+        return ",".join(self.classes[:n])
+
+    def _listed(self, file: str) -> list[str]:
+        if self.data_dir is None or not (train := self.data_dir / "train").is_dir():
+            raise UserError("classes is for ImageNet: say with --data where its train/ and val/ are")
+        if not Path(file).is_file():
+            raise UserError(f"no file {file!r}: give --classes a file with a class folder on each line")
+        return listed_classes(file, train)
 
     def do(self, jobs: dict[str, list[Job]]) -> dict[str, list[Result]]:
         """The results of all jobs; those without a result are done now."""
@@ -121,6 +158,8 @@ class Lab:
         with _alone(self.out):
             done = self._done(by_key)
             missing = [job for key, job in by_key.items() if key not in done]
+            if self.options.plan:
+                what_runs(jobs, done).print()
             say(f"{len(by_key)} jobs, {len(done)} of them done; {self._expected(missing)}")
             if self.options.plan:
                 raise SystemExit(0)
@@ -163,6 +202,8 @@ class Lab:
             return "nothing to learn"
         if self.place.device == "cuda" and not torch.cuda.is_available():
             return "how long they take is unknown: this machine has no GPU to time a step on"
+        if self.place.device == "cpu" and self.scale == "paper":
+            return "how long they take is unknown: a step of this scale, which is for GPUs, is not timed on a CPU"
         with Progress("timing a step of each kind", None):
             seconds = 0.0
             for plan in learned:
@@ -173,6 +214,34 @@ class Lab:
         hours = seconds / n_workers / 3600
         how_long = f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
         return f"about {how_long} of learning on {n_workers} x {self.place.device}, evaluation not counted"
+
+
+def what_runs(jobs: dict[str, list[Job]], done: set[str]) -> Table:
+    """The plan: what each row learns from, and how many of its jobs have a result.
+
+    done: keys.
+    """
+    rows = []
+    for row, own in jobs.items():
+        plan, n_done = own[0].arguments, sum(job.key in done for job in own)
+        name, _, options = split_source(plan["source"])
+        if name == "imagenet":
+            name += f", {len(listed) if len(listed := options['classes'].split(',')) > 1 else listed[0]} classes"
+        architecture = Architecture(*(plan[field] for field in Architecture._fields))
+        images = f"{plan['images']:,}" if plan["images"] else "–"
+        seeds = ", ".join(str(job.arguments["seed"]) for job in own)
+        data = f"{name}, {plan['size']} px"
+        rows.append([row, str(len(own)), str(n_done), data, str(architecture).removeprefix("a "), images, seeds])
+    return Table("What would run", ["row", "jobs", "done", "dataset", "encoder", "images", "seeds"], rows)
+
+
+def how_to_get(source: str) -> str:
+    """What a person can do about a dataset that is not here."""
+    name = split_source(source)[0]
+    if name not in DATASETS:
+        return "unpack ImageNet (image-net.org) as DIR/train/CLASS/*.JPEG and DIR/val/CLASS/*.JPEG, and give --data DIR"
+    files = ", ".join(url.rsplit("/", 1)[1] for url in DATASETS[name].urls) or DATASETS[name].places[0]
+    return f"give --data DIR with {files}"
 
 
 def _alone(out: Path) -> IO[bytes]:

@@ -43,10 +43,16 @@ class Place(Protocol):
     def stop(self) -> None: ...  # the running jobs
 
 
-def open_place(on: str | None, workers: int | None, device: str | None, threads: int | None = None) -> Place:
-    """The place that `--on` names; threads: of each job [this machine's cores, divided among the workers]."""
+def open_place(
+    on: str | None, workers: int | None, device: str | None, threads: int | None = None, plan: bool = False
+) -> Place:
+    """The place that `--on` names.
+
+    threads: of each job [this machine's cores, divided among the workers].
+    plan: nothing will be started.
+    """
     if on in (None, "cores"):
-        return Processes(workers, device)
+        return Processes(workers, device, plan)
     name, _, address = on.partition(":")
     if name != "ray" or on == "ray:":
         raise UserError(
@@ -89,16 +95,17 @@ class Processes:
     """A process of this machine for each job, each on a GPU or with its share of the cores.
 
     workers: jobs at a time [one for each GPU, or each core].
+    plan: nothing will be started, so that the jobs may be for GPUs which this machine lacks.
     """
 
     name = ""
 
-    def __init__(self, workers: int | None = None, device: str | None = None):
-        found = find_device(device)
+    def __init__(self, workers: int | None = None, device: str | None = None, plan: bool = False):
+        found = torch.device("cuda") if plan and device == "cuda" else find_device(device)
         if found.index is not None:
             raise UserError(f"device is {device!r}: use {found.type}, and CUDA_VISIBLE_DEVICES to choose GPUs")
         self.device: str = found.type
-        self.workers: int = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count() or 1)
+        self.workers: int = workers or (torch.cuda.device_count() if self.device == "cuda" else os.cpu_count()) or 1
         self.threads: int = max(1, (os.cpu_count() or 1) // self.workers)
         self._free: list[int] = list(range(self.workers))
         self._running: dict[Path, tuple[int, subprocess.Popen[bytes]]] = {}

@@ -36,9 +36,9 @@ def experiment(lab: Lab) -> Findings:
             "CIFAR-10": {"images": None, "epochs": 500},
             "CIFAR-100": {"source": "cifar100", "images": None, "epochs": 500},
             "SVHN": {"source": "svhn", "images": None, "epochs": 500},
-            "ImageNet-20": {"source": f"imagenet:{lab.data_dir or ''}?classes=20", "epochs": 300} | subset,
-            "ImageNet-50": {"source": f"imagenet:{lab.data_dir or ''}?classes=50", "epochs": 300} | subset,
-            "ImageNet-100": {"source": f"imagenet:{lab.data_dir or ''}?classes=100", "epochs": 100} | subset,
+            "ImageNet-20": {"n_imagenet": 20, "epochs": 300} | subset,
+            "ImageNet-50": {"n_imagenet": 50, "epochs": 300} | subset,
+            "ImageNet-100": {"n_imagenet": 100, "epochs": 100} | subset,
         },
         cpu={
             "CIFAR-10": {},

@@ -4,20 +4,25 @@ import glob
 import os
 import re
 from collections.abc import Collection
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_size, one_of
-from streamclr.streams.datasets.images import DatasetSource, every_fifth_track
+from streamclr.streams.datasets.decoders import Decoders
+from streamclr.streams.datasets.images import DatasetSource, Images, every_fifth_track
 from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key, track_name
 
 TRACKS = ("folder", "name", "none")  # what a track is
 
 
-class FileImages:
-    """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels."""
+class FileImages(Images):
+    """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels.
+
+    decoders: read the files, but for a single one that was not expected; None: this process does.
+    """
 
     def __init__(
         self,
@@ -26,18 +31,43 @@ class FileImages:
         classes: tuple[str, ...],
         size: int | None,
         tracks: np.ndarray | None = None,
+        decoders: Decoders | None = None,
     ):
         self.paths, self.labels, self.classes, self.tracks = paths, np.array(labels, np.int64), classes, tracks
         self.size = checked_size(_default_size(paths) if size is None else size)
+        self.decoders = decoders
+        self._coming: dict[int, Future[np.ndarray]] = {}  # by number
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         images = np.empty((len(numbers), 3, self.size, self.size), np.uint8)
-        for row, number in enumerate(numbers.tolist()):
-            images[row] = decode(self.paths[number], self.size).transpose(2, 0, 1)
+        coming = self._begun(numbers.tolist()) if len(numbers) != 1 or int(numbers[0]) in self._coming else {}
+        try:
+            for row, number in enumerate(numbers.tolist()):
+                pixels = coming[number].result() if coming else decode(self.paths[number], self.size)
+                images[row] = pixels.transpose(2, 0, 1)
+        except BadFrame:
+            self._coming |= coming if len(numbers) > 1 else {}  # they are asked for again, one by one
+            raise
         return images
+
+    def expect(self, numbers: np.ndarray) -> None:
+        begun = self._begun(numbers.tolist())
+        for future in self._coming.values():  # of images that are not expected any more
+            future.cancel()
+        self._coming = begun
+
+    def _begun(self, numbers: list[int]) -> "dict[int, Future[np.ndarray]]":
+        """The images of the decoders, if there are any."""
+        if self.decoders is None:
+            return {}
+        begun = {}
+        for number in dict.fromkeys(numbers):
+            known = self._coming.pop(number, None)
+            begun[number] = known or self.decoders.decode(self.paths[number], self.size)
+        return begun
 
     def file(self, number: int) -> str | None:
         return str(self.paths[number])
@@ -46,7 +76,7 @@ class FileImages:
         """The images for which `chosen` is true."""
         paths = [self.paths[i] for i in np.flatnonzero(chosen).tolist()]
         tracks = None if self.tracks is None else self.tracks[chosen]
-        return FileImages(paths, self.labels[chosen].tolist(), self.classes, self.size, tracks)
+        return FileImages(paths, self.labels[chosen].tolist(), self.classes, self.size, tracks, self.decoders)
 
 
 def folder(
@@ -57,6 +87,7 @@ def folder(
     passes: int | None = None,
     order: str | None = None,
     tracks: str | None = None,
+    decoders: int = 0,
 ) -> DatasetSource:
     """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; with stc or order without end.
 
@@ -67,23 +98,25 @@ def folder(
     tracks: what a track is. `folder`: each folder below that of a class, or, where there is no such folder, each folder
         below `path`, without classes. `name`: the part of the file name before the last `_`. `none`: not known.
         Default: `folder` if all images are in folders below those of the classes, else `none`.
+    decoders: processes that read the files, in part ahead of when they are needed; 0: this process does.
     """
+    pool = Decoders(decoders) if decoders else None
     if tracks not in (None, *TRACKS):
         raise UserError(f"tracks is {tracks!r}: {one_of(str(tracks), TRACKS)}")
     if glob.has_magic(path) and not Path(path).is_dir():
         paths = sorted(filter(Path.is_file, map(Path, glob.glob(str(Path(path).expanduser())))), key=natural_key)
         if not paths:
             raise UserError(f"no file matches {path!r}: give a pattern of image files")
-        images = FileImages(paths, [], (), size, _tracks(paths, tracks or "none"))
+        images = FileImages(paths, [], (), size, _tracks(paths, tracks or "none"), pool)
         return DatasetSource(images, None, None, stc, seed, 1 if passes is None else passes, order)
     root = _directory(path, "folder")
     splits = [root / name for name in ("val", "test") if (root / "train").is_dir() and (root / name).is_dir()]
     streamed = root / "train" if splits else root
     classes, tracks = _layout(streamed, tracks)
-    images = _images(streamed, size, classes, tracks)
+    images = _images(streamed, size, classes, tracks, pool)
     train = test = None
     if splits and classes:
-        train, test = images, _images(splits[0], images.size, classes, tracks)
+        train, test = images, _images(splits[0], images.size, classes, tracks, pool)
         if images.tracks is not None and test.tracks is not None:
             test.tracks += images.tracks.max() + 1
     elif classes:
@@ -103,10 +136,12 @@ def imagenet(
     seed: int = 0,
     size: int = 224,
     passes: int | None = None,
+    decoders: int = 0,
 ) -> DatasetSource:
     """ImageNet or a subset of it: `train/` and `val/`, one folder per class in each.
 
-    classes: how many, in the order of their names, or a file that lists the folders, one per line.
+    classes: how many, in the order of their names; a file that lists the folders, one per line; or their names, with
+        commas between.
     """
     root = _directory(path, "imagenet")
     for split in ("train", "val"):
@@ -121,19 +156,28 @@ def imagenet(
             raise UserError(f"classes={classes}, and {root / 'train'} has {len(present)}: use 1 to {len(present)}")
         names = present[: int(wanted)]
     else:
-        if not os.path.isfile(wanted):
-            raise UserError(f"classes={classes} is neither a number nor a file that lists class folders")
-        lines = Path(wanted).read_text("utf-8-sig", errors="replace").splitlines()
-        names = [line.split()[0] for line in lines if line.strip()]
-        for i, name in enumerate(names):
-            if name not in present:
-                raise UserError(f"{classes} lists {name!r}, which is not in {root / 'train'}")
-            if name in names[:i]:
-                raise UserError(f"{classes} lists {name!r} twice: list each class once")
-        if not names:
-            raise UserError(f"{classes} lists no class: write one folder name per line")
-    train, test = (_images(root / split, size, tuple(names)) for split in ("train", "val"))
+        names = listed_classes(wanted, root / "train")
+    pool = Decoders(decoders) if decoders else None
+    train, test = (_images(root / split, size, tuple(names), decoders=pool) for split in ("train", "val"))
     return DatasetSource(train, train, test, stc, seed, passes)
+
+
+def listed_classes(classes: str, train: Path) -> list[str]:
+    """The classes that a file lists, one per line, or that are written with commas between; all are folders there."""
+    is_file = os.path.isfile(classes)
+    if not is_file and "," not in classes:
+        raise UserError(f"classes={classes} is neither a number nor a file that lists class folders")
+    lines = Path(classes).read_text("utf-8-sig", errors="replace").splitlines() if is_file else classes.split(",")
+    what, present = classes if is_file else "classes", class_folders(train)
+    names = [line.split()[0] for line in lines if line.strip()]
+    for i, name in enumerate(names):
+        if name not in present:
+            raise UserError(f"{what} lists {name!r}, which is not in {train}")
+        if name in names[:i]:
+            raise UserError(f"{what} lists {name!r} twice: list each class once")
+    if not names:
+        raise UserError(f"{what} lists no class: write one folder name per line")
+    return names
 
 
 def class_folders(directory: Path) -> list[str]:
@@ -166,7 +210,9 @@ def _layout(root: Path, tracks: str | None) -> tuple[tuple[str, ...], str]:
     return tuple(p.name for p in folders if p.name in deep.union(flat)), "folder" if deep else "none"
 
 
-def _images(root: Path, size: int | None, classes: tuple[str, ...], tracks: str = "none") -> FileImages:
+def _images(
+    root: Path, size: int | None, classes: tuple[str, ...], tracks: str = "none", decoders: Decoders | None = None
+) -> FileImages:
     """The images of `classes`; if there are none, those in `root`, unlabelled."""
 
     def files(directory: Path) -> list[Path]:
@@ -183,7 +229,7 @@ def _images(root: Path, size: int | None, classes: tuple[str, ...], tracks: str 
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(f"no images in {root}: it needs {kinds} files, flat or one folder per class")
     tops = {root / name for name in classes} or {root}
-    return FileImages(paths, labels, classes, size, _tracks(paths, tracks, tops))
+    return FileImages(paths, labels, classes, size, _tracks(paths, tracks, tops), decoders)
 
 
 def _folders(directory: Path) -> list[Path]:

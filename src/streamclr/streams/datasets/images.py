@@ -37,6 +37,10 @@ class Images(Numbered, Protocol):
         """The path of an image; None if it has no file of its own."""
         return None
 
+    def expect(self, numbers: np.ndarray) -> None:
+        """These come next: where an image takes time to read, begin. They take the place of those expected before."""
+        return
+
 
 class Source(Numbered, Protocol):
     """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
@@ -53,6 +57,10 @@ class Source(Numbered, Protocol):
     def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
         """The track of each image, int64; the same in every pass. None: not known."""
         return None
+
+    def expect(self, numbers: np.ndarray) -> None:
+        """As of `Images`, by the images' numbers in the stream."""
+        return
 
 
 def readable(source: Numbered, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[int, BadFrame]]:
@@ -187,6 +195,9 @@ class DatasetSource(Source):
 
     def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
         return None if self.streamed.tracks is None else self.streamed.tracks[self._indices(numbers)]
+
+    def expect(self, numbers: np.ndarray) -> None:
+        self.streamed.expect(self._indices(numbers))
 
     def file(self, number: int) -> str | None:
         """The path of an image by its number in the stream."""
