@@ -64,8 +64,8 @@ def test_the_plan_for_gpus_needs_none(tmp_path, capsys):
     encoder = "resnet18 of width 64 with the small stem and batch norm"
     assert rows["fifo"] == f"fifo 2 0 cifar10, 32 px {encoder} 5,000,000 0, 1"
     assert rows["supervised"] == f"supervised 2 0 cifar10, 32 px {encoder} – 0, 1"
-    assert len(rows) == 6
-    assert "12 jobs, 0 of them done; how long they take is unknown: this machine has no GPU" in said
+    assert len(rows) == 7
+    assert "14 jobs, 0 of them done; how long they take is unknown: this machine has no GPU" in said
     assert not (tmp_path / "out" / "runs").exists()
     assert main([str(word) for word in ("reproduce", *words)]) == 2
     assert capsys.readouterr().err.strip().splitlines() == [
@@ -80,7 +80,7 @@ def test_the_plan_tells_which_jobs_are_done(tmp_path, capsys):
         write_json(lab._result(job), {})
     rows, said = plan_of(capsys, "labels", "--scale", "paper", "--device", "cuda", "--out", tmp_path)
     assert rows["random"].startswith("random 3 2 ")
-    assert "18 jobs, 2 of them done" in said
+    assert "21 jobs, 2 of them done" in said
 
 
 def test_steps_of_the_papers_scale_are_not_timed_on_a_cpu(tmp_path, capsys):

@@ -338,7 +338,8 @@ def test_epochs_are_passes_over_the_dataset(config):
         ({"source": "synthetic:"}, 64, "time"),
         ({"source": "synthetic:?size=48"}, 48, "time"),
         ({"source": "synthetic:", "size": 80}, 80, "time"),
-        ({"source": "synthetic:", "encoder": "resnet18"}, 32, "views"),
+        ({"source": "synthetic:", "encoder": "resnet18"}, 32, "time"),
+        ({"source": "synthetic:", "encoder": "resnet18", "recipe": "paper"}, 32, "views"),
         ({"source": "synthetic:", "width": 8, "positives": "time"}, 32, "time"),
     ],
 )

@@ -176,6 +176,7 @@ DEMO = CompareOptions(
     width=12,
     size=24,
     images=30_080,
+    crop=0.35,
     fractions="0.01",
     classifier="linear",
     spread="off",
