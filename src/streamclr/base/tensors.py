@@ -82,9 +82,8 @@ def load_pth(path: Path) -> dict[str, Tensor]:
         raise UserError(f"no file {path}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  a damaged file makes the unpickler raise anything
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"{path} is no whole file of weights ({why}): get it again") from None
+    except Exception:  # noqa: BLE001  a damaged file makes the unpickler raise anything, with advice that is not safe
+        raise UserError(f"{path} is no whole file of weights, or holds more than weights: get it again") from None
     if not isinstance(content, dict) or not all(isinstance(one, Tensor) for one in content.values()) or not content:
         raise UserError(f"{path} holds no weights by name: save the state_dict() of a model")
     return {str(name): tensor for name, tensor in content.items()}
