@@ -57,7 +57,7 @@ PAPER = Recipe(
 # On a device, for an encoder that learns from scratch.
 SCRATCH = Recipe(
     policy="reservoir?horizon=10",
-    fresh=0.05,
+    fresh=0.02,
     buffer="10M",
     batch=64,
     segment=64,
@@ -75,7 +75,7 @@ SCRATCH = Recipe(
 # On a device, for a public encoder that is adapted to what a camera sees.
 ADAPT = Recipe(
     policy="reservoir",
-    fresh=0.05,
+    fresh=0.02,
     buffer="48M",
     batch=64,
     segment=64,

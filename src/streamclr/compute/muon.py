@@ -1,4 +1,4 @@
-"""Muon: the optimizer of the recipe `device`. From scratch it learns in a third of Adam's steps (docs/log.md)."""
+"""Muon: the optimizer of the recipe `device`. From scratch it needs less than half of Adam's steps (docs/log.md)."""
 
 from collections.abc import Iterable
 

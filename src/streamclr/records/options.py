@@ -17,7 +17,9 @@ def by_recipe(name: str) -> str:
     """For `--help`: what the recipes have for an option."""
     of_paper, own, public = (getattr(recipe, name) for recipe in (PAPER, SCRATCH, ADAPT))
     device = f"{own}" if own == public else f"{public} for a public encoder, {own} from scratch"
-    return f"[{device}]" if (own, public) == (of_paper, of_paper) else f"[{device}; paper: {of_paper or 'all of it'}]"
+    if own == public == of_paper:
+        return f"[{device}]"
+    return f"[{device}; paper: {'all of it' if of_paper is None else of_paper}]"
 
 
 @dataclass(frozen=True)
