@@ -141,6 +141,6 @@ def test_an_encoder_is_measured_at_each_of_the_seconds(tmp_path, monkeypatch):
 def test_how_long_the_experiment_takes_is_known_from_its_seconds(tmp_path, monkeypatch):
     monkeypatch.setattr("streamclr.sweeps.lab._step_seconds", lambda kind: pytest.fail("no step is timed"))
     lab = Lab(LabOptions(out=str(tmp_path), workers=2))
-    settings = {"source": "synthetic:", "encoder": "compact", "recipe": "device", "images": 10**6}
+    settings = {"source": "synthetic:", "encoder": "compact", "width": 4, "stem": None, "images": 10**6}
     jobs = [job.doing("recipe", learn_for, seconds=[100, 1800], held_back=True) for job in lab.runs(**settings)]
     assert lab._expected(jobs) == "about 45 minutes of learning on 2 x cpu, evaluation not counted"
