@@ -297,15 +297,15 @@ def test_a_mixture_is_half_by_score_and_half_a_draw_of_the_stream(model):
 
 
 def test_a_fading_reservoir_draws_by_how_long_ago_an_image_came(model):
-    """Of a buffer of 8 and a horizon of 3, an image that came 24 images ago has 1/e of the weight of the newest."""
-    counts = torch.zeros(400)
-    for seed in range(400):
-        buffer, policy = Buffer(8), Reservoir(seed, horizon=3)
-        for _ in range(100):
-            pool = buffer.pool(torch.zeros(4, 3, 1, 1, dtype=torch.uint8))
-            buffer.replace(pool, policy.keep(pool, min(8, len(pool)), model))
+    """With a buffer of 400 and a horizon of 3, one that came 1,200 images ago has 1/e of the weight of the newest."""
+    counts = torch.zeros(8000)
+    for seed in range(5):
+        buffer, policy = Buffer(400), Reservoir(seed, horizon=3)
+        for _ in range(40):
+            pool = buffer.pool(torch.zeros(200, 3, 1, 1, dtype=torch.uint8))
+            buffer.replace(pool, policy.keep(pool, min(400, len(pool)), model))
         counts[buffer.arrivals] += 1
-    newest, before, long_ago = counts[-24:].sum(), counts[-48:-24].sum(), counts[:-120].sum()
+    newest, before, long_ago = counts[-1200:].sum(), counts[-2400:-1200].sum(), counts[:-6000].sum()
     assert 2 < newest / before < 3.4  # e, less what the few places for many weights take off
     assert long_ago < 0.02 * counts.sum()
 

@@ -252,6 +252,7 @@ def test_frames_without_an_answer_are_for_self_training(session):
     assert len(session._other_frames().scenes.unique()) == 18 * LENGTH // CLIP - 24  # clips that are not asked about
 
 
+@pytest.mark.system
 def test_self_training_is_a_candidate_while_there_are_questions_left(session):
     label(session, 18)
     assert "self-trained" in session.train("auto").why
@@ -317,7 +318,8 @@ def test_other_tools_get_given_answers_only(session, tmp_path):
 
 def test_a_run_keeps_the_tracks_of_its_stream(tmp_path):
     options = {"source": "synthetic:?stc=12&size=16", "encoder": "resnet18", "width": 1, "buffer": 10, "images": 120}
-    path, _ = run(RunOptions(**options, probes=0, fractions="1", label_budget="6", out=str(tmp_path / "run")))
+    options |= {"probes": 0, "fractions": "1", "classifier": "linear", "label_budget": "6"}
+    path, _ = run(RunOptions(**options, out=str(tmp_path / "run")))
     clips = read_clips(path / "candidates.bin")
     assert [len(clip) for clip in clips] == [CLIP] * 15
     assert all(frame.track == frame.arrival // 12 for clip in clips for frame in clip)

@@ -101,9 +101,9 @@ class LabelSession:
         questions = self.labels.questions()
         features = self._features(model, torch.stack([self._image(q.key) for q in questions]), "features")
         with self._lock:
+            self.trained, self.trained_on = None, None  # first: who asks without the lock is told that it is behind
             self.questions, self.features, self.model_of = questions, features, model_of
             self._model, self._companions = model, {}
-            self.trained, self.trained_on = None, None
             self.message = self._explanation = explanation
 
     def _choose(self, model: ContrastiveModel, model_of: str) -> None:
