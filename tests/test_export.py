@@ -49,7 +49,7 @@ def finished(tmp_path_factory):
         for number in range(40):
             pixels = rng.integers(0, 160, (SIZE, SIZE, 3)) + np.eye(3, dtype=int)[label] * 60
             Image.fromarray(pixels.astype(np.uint8)).save(place / "images" / name / f"{number}.png")
-    options = {"width": 4, "buffer": 24, "batch": 8, "probes": 0, "lr": 1e-3, "fractions": "0.5,1"}
+    options = {"recipe": "paper", "width": 4, "buffer": 24, "batch": 8, "probes": 0, "lr": 1e-3, "fractions": "0.5,1"}
     options["classifier"] = "linear"
     path, _ = run(RunOptions(source=f"folder:{place / 'images'}?size={SIZE}", out=str(place / "wald"), **options))
     return RunDirectory(path)

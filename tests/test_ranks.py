@@ -23,7 +23,7 @@ from support.processes import torchrun
 from support.runs import state_sha256
 
 SMALL = ["--buffer", "8", "--width", "1", "--probes", "0", "--fractions", "1", "--classifier", "linear"]
-SYNTHETIC = ["--source", "synthetic:?size=8", *SMALL]
+SYNTHETIC = ["--source", "synthetic:?size=8", "--recipe", "paper", *SMALL]
 
 
 def job(n, *words):

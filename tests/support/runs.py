@@ -19,8 +19,9 @@ from support.images import make_folder, random_images
 
 def run_plan(**options):
     filled = {"size": 32, "buffer": 256, "batch": 256, "segment": 256, "stem": "small", "guards": "off"}
-    filled |= {"encoder": "resnet18", "projection": "plain", "policy": "contrast", "lr": 1e-4, "temperature": 0.5}
-    return RunPlan(**filled | options)
+    filled |= {"encoder": "resnet18", "policy": "contrast", "lr": 1e-4, "temperature": 0.5} | options
+    usual = "plain" if filled["encoder"].startswith("resnet") else "batchnorm"
+    return RunPlan(**{"projection": usual} | filled)
 
 
 def made_run(path, size=32, n_batches=3, **options):
