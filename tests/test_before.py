@@ -94,8 +94,9 @@ def test_export_to_onnx(home, capsys):
 @pytest.mark.system
 def test_a_stopped_run_goes_on(home, capsys):
     options = (
-        "--source synthetic: --recipe paper --width 1 --buffer 16 --segment 16 --probes 0 --size 12 --checkpoint-steps 4 "
-        "--images 480 --fractions 0.1 --rescore-every 4 --guards on --label-budget 8 --label-disk 12K --duty 20%"
+        "--source synthetic: --recipe paper --width 1 --buffer 16 --segment 16 --probes 0 --size 12 "
+        "--checkpoint-steps 4 --images 480 --fractions 0.1 --rescore-every 4 --guards on --label-budget 8 "
+        "--label-disk 12K --duty 20%"
     )
     before = [one.arrival for one in read_candidates(home / "stopped" / "candidates.bin")]
     assert main(["run", *options.split(), "--out", "stopped"]) == 0
