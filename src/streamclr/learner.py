@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from streamclr.base.errors import NotFinite, UserError
-from streamclr.base.options import one_of, parse_size
+from streamclr.base.options import parse_size
 from streamclr.base.tensors import load_weights
 from streamclr.buffer import Buffer, n_that_fit
-from streamclr.compute.adam import Adam
 from streamclr.compute.chunked import backward, check_can_chunk
 from streamclr.compute.memory import MemoryPlan, make_plan
-from streamclr.compute.muon import Muon
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.architecture import SCRATCH_ENCODERS
 from streamclr.encoders.compact import compact
@@ -40,7 +38,7 @@ from streamclr.policy import (
     policy_name,
     policy_state,
 )
-from streamclr.recipe import POSITIVES, Recipe, find_recipe
+from streamclr.recipe import OPTIMIZERS, POSITIVES, find_recipe, usual_batch, usual_lr
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
 from streamclr.views import StrongViews, ViewPairs
@@ -69,8 +67,6 @@ class Step:
 
 
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "muon": Muon}
-BATCH_SIZE = 64  # of a recipe that takes the whole buffer, where that is given in bytes
 
 
 class Learner:
@@ -427,22 +423,6 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     """By their norms: a gradient that is too large for Adam to square counts as infinite too."""
     floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack(torch._foreach_norm(floating)).isfinite().all())
-
-
-def usual_lr(usual: Recipe, optimizer: str | None, lr: float | None) -> tuple[str, float]:
-    """Optimizer and learning rate, which go together: that of Muon is a hundred times Adam's."""
-    if optimizer is not None and optimizer not in OPTIMIZERS:
-        raise UserError(f"no optimizer {optimizer!r}: {one_of(optimizer, OPTIMIZERS)}")
-    if lr is None and optimizer not in (None, usual.optimizer):
-        raise UserError(f"the optimizer is {optimizer}, and the recipe's lr is for {usual.optimizer}: give lr too")
-    return optimizer or usual.optimizer, usual.lr if lr is None else lr
-
-
-def usual_batch(batch: int | None, buffer: int | str) -> int:
-    """How many images an update takes unless it is told. batch, buffer: of the recipe, or as given."""
-    if isinstance(buffer, str):
-        return batch or BATCH_SIZE
-    return buffer if batch is None else min(batch, buffer)
 
 
 def find_device(name: torch.device | str | None) -> torch.device:

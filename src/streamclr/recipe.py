@@ -5,6 +5,8 @@ from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
+from streamclr.compute.adam import Adam
+from streamclr.compute.muon import Muon
 from streamclr.views import StrongViews
 
 
@@ -92,6 +94,8 @@ ADAPT = Recipe(
 )
 RECIPES = ("device", "paper")
 POSITIVES = ("views", "time")
+OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "muon": Muon}
+BATCH_SIZE = 64  # of a recipe that takes the whole buffer, where that is given in bytes
 
 
 def find_recipe(name: str, is_public: bool) -> Recipe:
@@ -99,3 +103,19 @@ def find_recipe(name: str, is_public: bool) -> Recipe:
     if name not in RECIPES:
         raise UserError(f"no recipe {name!r}: {one_of(name, RECIPES)}")
     return PAPER if name == "paper" else ADAPT if is_public else SCRATCH
+
+
+def usual_lr(usual: Recipe, optimizer: str | None, lr: float | None) -> tuple[str, float]:
+    """Optimizer and learning rate, which go together: that of Muon is a hundred times Adam's."""
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise UserError(f"no optimizer {optimizer!r}: {one_of(optimizer, OPTIMIZERS)}")
+    if lr is None and optimizer not in (None, usual.optimizer):
+        raise UserError(f"the optimizer is {optimizer}, and the recipe's lr is for {usual.optimizer}: give lr too")
+    return optimizer or usual.optimizer, usual.lr if lr is None else lr
+
+
+def usual_batch(batch: int | None, buffer: int | str) -> int:
+    """How many images an update takes unless it is told. batch, buffer: of the recipe, or as given."""
+    if isinstance(buffer, str):
+        return batch or BATCH_SIZE
+    return buffer if batch is None else min(batch, buffer)

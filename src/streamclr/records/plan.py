@@ -15,8 +15,7 @@ from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
-from streamclr.learner import usual_batch, usual_lr
-from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe
+from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
 from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
