@@ -16,7 +16,7 @@ from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import prepare
+from streamclr.runs.prepare import prepare
 from support.camera import write_clip
 from support.images import make_folder
 from support.processes import torchrun

@@ -12,7 +12,7 @@ from streamclr.guards import Guarded
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs import status as window
-from streamclr.runs.assemble import prepare
+from streamclr.runs.prepare import prepare
 from streamclr.runs.status import Window, look
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from streamclr.base.errors import QuietExit, Stopped, UserError
 from streamclr.base.options import redacted
-from streamclr.base.progress import say
+from streamclr.base.progress import passing, say
 from streamclr.cli.parser import parse
 from streamclr.compute.allocator import keep_freed_memory
 
@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it on import; its warnings are not for users
     try:
-        command, config = parse(sys.argv[1:] if argv is None else argv)
+        with passing("streamclr: loading …"):  # torch takes seconds
+            command, config = parse(sys.argv[1:] if argv is None else argv)
         return command(config) or 0
     except UserError as error:
         say("streamclr: " + " ".join(redacted(str(error)).split()))  # one line, even if it quotes several

@@ -12,7 +12,8 @@ from streamclr.base.options import argument, option
 from streamclr.base.table import Table, labels_heading, percent
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.records.plan import open_run_stream
+from streamclr.records.plan import open_run_stream, resolve
+from streamclr.runs.choose import choose, command
 from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose, suggest
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.report import results_table, write_report
@@ -39,7 +40,16 @@ class DemoOptions:
     out: str | None = option(None, "a new directory for the results [runs/demo]")
 
 
-def run_command(config: RunOptions) -> None:
+@dataclass(frozen=True)
+class RunCommandOptions(RunOptions):
+    plan: bool = option(False, "only say what would be learned and whether this machine keeps up, and stop")
+
+
+def run_command(config: RunCommandOptions) -> None:
+    if config.plan:
+        stream = open_run_stream(config)
+        print("\n".join(choose(config, resolve(config, stream), stream, look=True).lines()))
+        return
     path, results = run(config)
     directory = RunDirectory(path)
     _show_results(directory, results)
@@ -100,7 +110,7 @@ def _print_comparison(out: Path, table: Table) -> None:
 def doctor_command(config: DoctorOptions) -> int:
     plan, diagnosis = diagnose(config)
     if not config.json:
-        for name, text in diagnosis.rows():
+        for name, text in [*diagnosis.rows(), ("command", command(plan))]:
             _print_row(name, text)
     suggestions = []
     for suggestion in () if diagnosis.keeps_up else suggest(plan, diagnosis.step, diagnosis.fps):

@@ -42,9 +42,8 @@ class RunDirectory:
     @classmethod
     def of(cls, plan: RunPlan) -> "RunDirectory":
         """The directory in which the same run was left unfinished, or a new one; for this process alone."""
-        default = Path("runs") / f"{split_source(plan.source)[0]}-{opts.split(plan.policy)[0]}"
-        places = [Path(plan.out)] if plan.out else _newest_first(default) if plan.resume else []
-        for directory in (cls(place) for place in places if (place / "config.json").is_file()):
+        default = _default_place(plan)
+        for directory in cls._places(plan):
             different = directory.differences(plan)
             if plan.out and different:
                 raise UserError(f"{directory.path} has a run with other options ({different[0]}): give another --out")
@@ -60,6 +59,19 @@ class RunDirectory:
         write_json(directory.path / "config.json", content)
         directory.lock()
         return directory
+
+    @classmethod
+    def begun(cls, plan: RunPlan) -> RunPlan | None:
+        """The plan of the unfinished run that this one would go on with, whatever it says: the newest of its source."""
+        source = opts.redacted(plan.source)
+        unfinished = (one.config for one in cls._places(plan) if one.results is None)
+        return next((own for own in unfinished if own.source == source), None)
+
+    @classmethod
+    def _places(cls, plan: RunPlan) -> list["RunDirectory"]:
+        """Where the same run may have been left unfinished."""
+        places = [Path(plan.out)] if plan.out else _newest_first(_default_place(plan)) if plan.resume else []
+        return [cls(place) for place in places if (place / "config.json").is_file()]
 
     def differences(self, plan: RunPlan) -> list[str]:
         """The options that another run has otherwise than this one."""
@@ -273,6 +285,10 @@ def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
 
 # Options that change where and how a run is kept, not what it learns.
 NOT_THE_RUNS = tuple("out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve predict".split())
+
+
+def _default_place(plan: RunPlan) -> Path:
+    return Path("runs") / f"{split_source(plan.source)[0]}-{opts.split(plan.policy)[0]}"
 
 
 def _newest_first(default: Path) -> list[Path]:

@@ -110,9 +110,9 @@ class Loop:
             minutes, steps, is_first = plan.checkpoint_minutes, plan.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
             every = 10 if plan.images else 600  # seconds; a run without an end must not fill its log
-            progress = Progress(f"learning ({plan.policy})", plan.images, every, quiet=not is_first)
+            progress = Progress("learning", plan.images, every, quiet=not is_first)
             bar = stack.enter_context(progress)
-            bar.advance(stream.position)
+            bar.start_from(stream.position)
             if self.served is not None:
                 self.served.look()
                 labels = labels_at_hand(plan, self.directory.path, stream)

@@ -15,10 +15,11 @@ from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory, open_directory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan
-from streamclr.runs.assemble import own_part, prepare, public_model
+from streamclr.runs.assemble import public_model
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.harm import compare_encoders
 from streamclr.runs.loop import learn_stream
+from streamclr.runs.prepare import own_part, prepare
 from streamclr.streams.account import Account
 
 

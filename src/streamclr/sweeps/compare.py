@@ -28,8 +28,8 @@ from streamclr.records.options import (
     as_run,
 )
 from streamclr.records.plan import RunPlan, open_run_stream
-from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import Extracted, labelled, probe_accuracy
+from streamclr.runs.prepare import prepare
 from streamclr.runs.report import write_report
 from streamclr.runs.run import run
 from streamclr.streams.datasets.images import Images

@@ -17,8 +17,8 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.beyond.adapt import DECAY_OF_ALL, measure_labels_alone
 from streamclr.experiments.findings import Findings, Points, lines, margins
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import extract, head_accuracy, labelled
+from streamclr.runs.prepare import prepare
 from streamclr.stage_two import fit_linear
 from streamclr.streams.datasets.images import ArrayImages, Images
 from streamclr.sweeps.job import Job, Result
@@ -26,9 +26,8 @@ from streamclr.sweeps.lab import Lab
 
 FEW, ALL = 0.01, 1.0  # label fractions
 # CPU seconds of one core, at which an encoder is measured.
-SECONDS = {"CIFAR-10": (100, 200, 600), "GTSRB": (100, 200)}
-SHORT, MIDDLE = 100, 200  # where choices and policies are compared
-WIDE, WIDE_SECONDS = 48, (600, 1200)  # one seed
+SHORT, MIDDLE = 100, 400
+LONG = (600, 1200, 2400)
 IMAGES_PER_SECOND = 1000  # more than a core learns from: nothing ends by their number, unless --images says so
 USUAL: dict[str, Any] = {"recipe": "device", "encoder": "compact", "width": None, "stem": None, "lr": None}
 USUAL |= {"probes": 0, "classifier": "linear"}
@@ -50,9 +49,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "contrast scoring, T = 50, buffer of 256": {"policy": "contrast?rescore_every=50", "buffer": 256},
     "Reservoir, buffer of 256": {"policy": "reservoir", "buffer": 256},
     "contrast scoring, T = 50, buffer of 10M": {"policy": "contrast?rescore_every=50"},
-    "Reservoir, buffer of 10M": {"policy": "reservoir"},
 }
-DEVICE, IID, LONG = "device", "device, iid stream", f"device, width {WIDE}, one seed"
+CONTRAST, RESERVOIR, CONTRAST_MANY = POLICIES
+DEVICE, IID, WIDE = "device (fading reservoir of 10M)", "the same, iid stream", "device, width 48, longer"
+PAIRS = ((DEVICE, IID), (CONTRAST, RESERVOIR), (CONTRAST_MANY, DEVICE))
 ALONE = "no stream: raw pixels (linear), compact encoder (supervised, end to end)"
 
 
@@ -66,7 +66,7 @@ def experiment(lab: Lab) -> Findings:
         jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
     results = lab.do(jobs | choices)
     measured = {row: _by_seconds(own) for row, own in results.items()}
-    tables = [_reached(measured, jobs), _policies(measured), _choices(measured, choices)]
+    tables = [_reached(measured, jobs), _policies(measured), _margins(measured), _choices(measured, choices)]
     series = [(row, _points(measured[row], str(FEW)), "o-") for row in measured if row in jobs and _is_curve(row)]
     draw = lines(series, "CPU seconds of one core", log=10)
     return Findings(tables, measured, "Linear classifier with 1 % of the labels, %", draw)
@@ -78,15 +78,17 @@ def _jobs(lab: Lab, seconds: Sequence[int], held_back: bool = False, **settings:
 
 
 def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
-    rows = {DEVICE: _jobs(lab, SECONDS[dataset], **settings)}
     runs = lab.runs(**USUAL | {"images": IMAGES_PER_SECOND} | settings)
-    rows[ALONE] = [job.doing("labels-alone", measure_labels_alone) for job in runs]
-    if dataset == "CIFAR-10":
-        rows[IID] = _jobs(lab, (SHORT, MIDDLE), **settings | {"stc": 1})
-        for row, own in POLICIES.items():
-            rows[row] = _jobs(lab, (SHORT, MIDDLE) if "buffer" in own else (SHORT,), **settings | own)
-        rows[LONG] = _jobs(lab, WIDE_SECONDS, **settings | {"width": WIDE})[:1]
-    return rows
+    alone = [job.doing("labels-alone", measure_labels_alone) for job in runs]
+    if dataset == "GTSRB":
+        return {DEVICE: _jobs(lab, (MIDDLE,), **settings), ALONE: alone}
+    rows = {
+        WIDE: _jobs(lab, LONG, **settings | {"width": 48}),
+        DEVICE: _jobs(lab, (MIDDLE,), **settings),
+        IID: _jobs(lab, (MIDDLE,), **settings | {"stc": 1}),
+    }
+    rows |= {row: _jobs(lab, (MIDDLE,), **settings | own) for row, own in POLICIES.items()}
+    return rows | {ALONE: alone}
 
 
 def _by_seconds(results: Sequence[Result]) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def _by_seconds(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _is_curve(row: str) -> bool:
-    return row.endswith((DEVICE, IID, LONG))
+    return row.endswith((DEVICE, IID, WIDE))
 
 
 def _points(own: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Points:
@@ -126,19 +128,26 @@ def _reached(measured: Mapping[str, Any], jobs: Mapping[str, Any]) -> Table:
 
 def _policies(measured: Mapping[str, Any]) -> Table:
     rows = []
-    for mark in (str(SHORT), str(MIDDLE)):
-        for row in (DEVICE, IID, *POLICIES):
-            own, device = (measured.get(f"CIFAR-10, {name}", {}) for name in (row, DEVICE))
-            if mark not in own.get(str(FEW), {}):
-                continue
+    for row in (DEVICE, IID, *POLICIES):
+        own = measured.get(f"CIFAR-10, {row}", {str(FEW): {}})
+        for mark in own[str(FEW)]:
             cells = [spread(own[name][mark]) for name in (str(FEW), str(ALL))]
-            cells += [spread(margins(own[name][mark], device[name][mark])) for name in (str(FEW), str(ALL))]
             moved = [spread([100 * share for share in own[name][mark]]) for name in ("replaced", "least_replaced")]
             rows.append([row, mark, f"{mean(own['images'][mark]):,.0f}", *cells, *moved])
-    head = ["", "CPU s", "images", "linear, 1 %", "linear, all", "1 %: less device", "all: less device"]
-    head += ["replaced in a step, %", "the least, %"]
+    head = ["", "CPU s", "images", "linear, 1 %", "linear, all", "replaced in a step, %", "the least, %"]
     note = "Replaced: share of the buffer, mean and least over the steps of the second half. Not in the paper."
     return Table("Policies in the recipe at equal CPU seconds, CIFAR-10, STC 500", head, rows, note)
+
+
+def _margins(measured: Mapping[str, Any]) -> Table:
+    rows = []
+    for one, other in PAIRS:
+        own, rival = (measured.get(f"CIFAR-10, {row}", {str(FEW): {}}) for row in (one, other))
+        for mark in sorted(own[str(FEW)].keys() & rival[str(FEW)].keys(), key=int):
+            cells = [spread(margins(own[name][mark], rival[name][mark])) for name in (str(FEW), str(ALL))]
+            rows.append([f"{one} less {other}", mark, *cells])
+    head = ["", "CPU s", "linear, 1 %", "linear, all"]
+    return Table("Margins at equal CPU seconds, points, seeds paired on the same stream", head, rows, "")
 
 
 def _choices(measured: Mapping[str, Any], choices: Mapping[str, Any]) -> Table:

@@ -11,9 +11,9 @@ from streamclr.base.table import Table
 from streamclr.experiments.findings import Findings, accuracy, lines
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import evaluate, labelled
 from streamclr.runs.loop import learn_stream
+from streamclr.runs.prepare import prepare
 from streamclr.streams.datasets.images import ArrayImages
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab

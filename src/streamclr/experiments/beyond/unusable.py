@@ -18,8 +18,8 @@ from streamclr.base.tensors import load_tensors, save_tensors
 from streamclr.experiments.findings import Findings, lines, margins
 from streamclr.guards import GUARDS
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import extract, labelled, probe_accuracy
+from streamclr.runs.prepare import prepare
 from streamclr.streams.spec import Source
 from streamclr.streams.stream import DatasetStream, open_stream
 from streamclr.sweeps.job import Job, Result

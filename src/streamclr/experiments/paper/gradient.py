@@ -12,8 +12,8 @@ from streamclr.encoders.inference import infer, infer_views
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.findings import Findings, lines
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import prepare
 from streamclr.runs.evaluation import labelled
+from streamclr.runs.prepare import prepare
 from streamclr.score import contrast_score, rank_correlation
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab

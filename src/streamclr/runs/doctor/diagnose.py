@@ -27,6 +27,8 @@ from streamclr.runs.doctor.machine import GIB, Machine
 N_FIRST_IMAGES = 8  # of the first steps, which say how many images fit into the time
 STEPS_SECONDS = 3.0  # for the steps that are measured after them, the same again to warm up
 N_STEPS = 3  # at most, of which the median counts
+MOST_TIMES = 16  # the recipe's segment: with fewer updates nearly nothing is learned
+LOAD = 0.8  # share of the time that learning may take: frames are decoded and classified too
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Measured:
     @property
     def seconds(self) -> float:
         return self.scoring + self.training
+
+    def of(self, n_frames: int) -> "Measured":
+        """The same update after so many new frames: these are scored, and checked by the guards."""
+        return replace(self, scoring=self.scoring * n_frames / self.n_frames, n_frames=n_frames)
 
     def ratio(self, fps: float) -> float:
         """Seconds of a step for each second in which its frames arrive; up to 1 it keeps up."""
@@ -148,6 +154,8 @@ def diagnose(options: DoctorOptions) -> tuple[RunPlan, Diagnosis]:
     fps = options.fps or stream.fps or seen or 30.0
     peak = predicted_peak(plan)  # before the measurement, whose memory is not the run's
     step = measure(plan, "a step of this run")
+    if options.segment is None and stream.overload != "wait":
+        plan, step = slow_down(plan, step, fps)
     return plan, Diagnosis(
         machine=Machine.here(Path(options.out or "runs")),
         source=redacted(options.source),
@@ -159,11 +167,12 @@ def diagnose(options: DoctorOptions) -> tuple[RunPlan, Diagnosis]:
     )
 
 
-def measure(plan: RunPlan, what: str, training: float | None = None) -> Measured:
+def measure(plan: RunPlan, what: str, training: float | None = None, seconds: float = STEPS_SECONDS) -> Measured:
     """The time of a step on noise, in the state of a run that has gone on for a while.
 
-    A few images are measured first, then as many as `STEPS_SECONDS` allow; the rest is scaled.
+    A few images are measured first, then as many as the time allows; the rest is scaled.
     training: its seconds if they are known already; then the images are only scored.
+    seconds: for the steps that count, after as many to warm up.
     """
     with Progress(f"measuring {what}", None) as bar:
         learner = make_learner(plan)
@@ -175,16 +184,24 @@ def measure(plan: RunPlan, what: str, training: float | None = None) -> Measured
         n_bytes = _n_bytes(learner.state_dict(copy=False))
         whole = max(plan.buffer, plan.segment, plan.batch)
         n = min(whole, N_FIRST_IMAGES)
-        steps = _timed(_part(plan, n / whole), learner, training, 1, bar)
-        affordable = int(n * STEPS_SECONDS / max(1e-9, sum(steps[0])))
+        steps = _timed(_part(plan, n / whole), learner, training, 1, seconds, bar)
+        affordable = int(n * seconds / max(1e-9, sum(steps[0])))
         if n < whole and affordable >= 2 * n:
             n = min(whole, affordable)
-            steps = _timed(_part(plan, n / whole), learner, training, N_STEPS, bar)
+            steps = _timed(_part(plan, n / whole), learner, training, N_STEPS, seconds, bar)
     part = _part(plan, n / whole)
     scoring, trained = (median(times) for times in zip(*steps, strict=True))
     scoring *= (plan.buffer + plan.segment) / (part.buffer + part.segment)
     trained = trained * plan.batch / part.batch if training is None else training
     return Measured(scoring, trained, plan.segment, n_bytes, n, whole)
+
+
+def slow_down(plan: RunPlan, step: Measured, fps: float) -> tuple[RunPlan, Measured]:
+    """More new frames for each update, until updates and scores take no more than their share of the time."""
+    times = 1
+    while times < MOST_TIMES and step.of(times * plan.segment).ratio(fps) > LOAD:
+        times *= 2
+    return replace(plan, segment=times * plan.segment), step.of(times * plan.segment)
 
 
 def _part(plan: RunPlan, share: float) -> RunPlan:
@@ -196,7 +213,7 @@ def _part(plan: RunPlan, share: float) -> RunPlan:
 
 
 def _timed(
-    plan: RunPlan, whole: Learner, training: float | None, n_steps: int, bar: Progress
+    plan: RunPlan, whole: Learner, training: float | None, n_steps: int, seconds: float, bar: Progress
 ) -> list[tuple[float, float]]:
     """Seconds of scoring and training in some steps. whole: the learner of the run, whose chunks are used."""
     learner = make_learner(plan)
@@ -220,7 +237,7 @@ def _timed(
     ages = learner.buffer.ages
     ages.copy_(torch.arange(len(ages)))  # of all ages, so that lazy scoring has its share to do in each step
     steps: list[tuple[float, float]] = []
-    while len(steps) < n_steps and sum(map(sum, steps)) < STEPS_SECONDS:
+    while len(steps) < n_steps and sum(map(sum, steps)) < seconds:
         steps.append(step())
     return steps
 
