@@ -267,3 +267,12 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(config, tmp_path):
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 0
     assert (tmp_path / "run" / "results.json").exists()
+
+
+@pytest.mark.parametrize(("share", "probes", "n_points"), [(0, None, 0), (math.inf, None, 10), (0, 2, 2)])
+def test_points_of_the_learning_curve_that_nobody_asked_for_take_little_time(
+    config, monkeypatch, share, probes, n_points
+):
+    monkeypatch.setattr("streamclr.runs.loop.PROBING", share)
+    path, _ = run(dataclasses.replace(config, probes=probes))
+    assert sum("accuracy" in step for step in RunDirectory(path).steps()) == n_points

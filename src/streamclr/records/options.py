@@ -148,7 +148,11 @@ class EvaluationOptions:
     spread: str = option(
         "on", "let a label count for the other frames of its track, where the source knows tracks: on or off"
     )
-    probes: int = option(10, "points of the learning curve: kNN accuracy on up to 5,000 labels while learning")
+    probes: int | None = option(
+        None,
+        "points of the learning curve: kNN accuracy on up to 5,000 labels while learning [10, fewer where they would "
+        "take more than a tenth of the time]",
+    )
     supervised: bool = option(False, "also train the supervised baselines on the same labels")
 
     @property

@@ -137,7 +137,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
     if options.norm_over not in NORM_OVER:
         raise UserError(f"norm_over is {options.norm_over!r}: use {' or '.join(NORM_OVER)}")
-    if not 0 <= options.probes <= 1000:
+    if options.probes is not None and not 0 <= options.probes <= 1000:
         raise UserError(f"probes is {options.probes}: use 0 (no learning curve) to 1000")
     segment = usual_batch(recipe.segment, room) if options.segment is None else options.segment
     if segment < 1:

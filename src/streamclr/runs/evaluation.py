@@ -43,6 +43,7 @@ MakeEncoder = Callable[[], nn.Module]
 Device = torch.device | str
 MAX_LABELS_TUNED = 5000  # with more, a linear classifier is almost as good, in a fraction of the time
 MAX_UNLABELLED = 20_000  # frames for self-training
+MAX_PROBE_LABELS, MAX_PROBE_TESTED = 5000, 2000  # of one point of a learning curve
 MAX_BYTES = 2**28  # of labelled images in memory; more are read again for every batch
 _say_once = cache(say)
 
@@ -114,8 +115,9 @@ def probes(known: Extracted, tested: Extracted, n_classes: int) -> dict[str, flo
 
 
 def curve_point(model: ContrastiveModel, train: Images, test: Images) -> float:
-    """One point of a learning curve: kNN accuracy on at most 5,000 labelled and 2,000 test images, evenly spaced."""
-    numbers = [torch.from_numpy(evenly_spaced(len(images), most)) for images, most in ((train, 5000), (test, 2000))]
+    """One point of a learning curve: kNN accuracy on some labelled and test images, evenly spaced."""
+    most = ((train, MAX_PROBE_LABELS), (test, MAX_PROBE_TESTED))
+    numbers = [torch.from_numpy(evenly_spaced(len(images), n)) for images, n in most]
     known, tested = extract(model, train, numbers[0]), extract(model, test, numbers[1])
     return knn_accuracy(known, tested, len(train.classes))
 

@@ -22,7 +22,7 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.journal import Journal
 from streamclr.records.plan import RunPlan
 from streamclr.runs.challenger import Challenger, labels_at_hand
-from streamclr.runs.evaluation import curve_point
+from streamclr.runs.evaluation import MAX_PROBE_LABELS, MAX_PROBE_TESTED, curve_point
 from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
@@ -31,6 +31,7 @@ from streamclr.streams.stream import Stream
 
 MAX_IN_A_ROW = 3  # undone steps, or returns to one checkpoint, before the run stops
 COLLAPSED_SPREAD, N_COLLAPSED = 1e-3, 20  # a spread below the first in that many steps in a row is reported
+USUAL_PROBES, PROBING = 10, 0.1  # points of the learning curve, and the share of the time that they may take
 REPORT_SECONDS = 60.0  # between two events about rejected frames
 # The state of a rank's next segment. A step starts when every rank has one; the run ends when one rank has no more.
 HERE, COMING, AWAITED, ENDED = range(4)  # COMING: certain to come, from a recording; AWAITED: from a camera
@@ -84,7 +85,8 @@ class Loop:
         self.challenger: Challenger | None = None
         n_steps = math.inf if plan.images is None else -(-plan.images // plan.segment)
         self.mix_every = max(1, n_steps // 200) if n_steps < math.inf else 1000
-        self.curve_every = -(-n_steps // max(1, plan.probes))
+        self.curve_every = -(-n_steps // max(1, USUAL_PROBES if plan.probes is None else plan.probes))
+        self.seconds_probing = self.seconds_of_probe = 0.0
         self.n_undone = self.n_undone_in_a_row = self.n_collapsed = 0
         self.is_over = False  # a rank has no more segments, or must stop before the next one
         self.saved = (directory.checkpoints.numbers() or [0])[-1]  # the last step that every rank has saved
@@ -191,9 +193,11 @@ class Loop:
             labels = stream.labels(self.learner.buffer.arrivals.cpu())
             line["classes"] = labels.bincount(minlength=len(stream.classes)).tolist()
         at_end = self.plan.images is not None and stream.position >= self.plan.images
-        is_due = self.plan.probes and (step.number % self.curve_every == 0 or at_end)
-        if stream.train and stream.test and is_due:
+        if stream.train and stream.test and self._may_probe(step, at_end):
+            started = time.perf_counter()
             line["accuracy"] = curve_point(self.learner.model, stream.train, stream.test)
+            self.seconds_of_probe = time.perf_counter() - started
+            self.seconds_probing += self.seconds_of_probe
         if isinstance(self.learner.policy, Guarded):
             line["kept_out"] = dict(self.learner.policy.kept_out)
         if self.served is not None:
@@ -202,6 +206,15 @@ class Loop:
         self._offer(images)
         self._watch(step)
         return step
+
+    def _may_probe(self, step: Step, at_end: bool) -> bool:
+        """Whether it is time for a point of the learning curve, and the usual ones do not take too long."""
+        is_due = step.number % self.curve_every == 0 or at_end
+        if self.plan.probes is not None:
+            return self.plan.probes > 0 and is_due
+        forward = step.seconds_training / (2 * self.plan.batch) / 3  # of one image: a third of a view's update
+        cost = self.seconds_of_probe or (MAX_PROBE_LABELS + MAX_PROBE_TESTED) * forward
+        return is_due and self.seconds_probing + cost <= PROBING * self.seconds
 
     def _tracks(self, n: int) -> Tensor | None:
         """The tracks of the next images, where the learner wants neighbouring frames and the stream knows them."""
