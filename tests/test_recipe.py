@@ -11,6 +11,7 @@ from streamclr import Learner, UserError, resnet18
 from streamclr.compute.adam import Adam
 from streamclr.compute.muon import Muon
 from streamclr.encoders.compact import Compact
+from streamclr.experiments.beyond import recipe as experiment
 from streamclr.experiments.beyond.recipe import learn_for
 from streamclr.policy import ContrastScoring, Reservoir
 from streamclr.recipe import ADAPT, PAPER, SCRATCH, find_recipe
@@ -126,7 +127,7 @@ def test_bfloat16_is_for_training_alone():
 
 
 def test_an_encoder_is_measured_at_each_of_the_seconds(tmp_path, monkeypatch):
-    monkeypatch.setattr("streamclr.experiments.beyond.recipe.FEW", 0.5)
+    monkeypatch.setattr(experiment, "FEW", 0.5)
     folder = make_folder(tmp_path / "images", size=8)
     config = dataclasses.asdict(RunOptions(source=f"folder:{folder}?passes=50", encoder="compact", width=2, images=600))
     config |= {"buffer": 8, "projection": "plain", "fractions": "0.5"}
@@ -136,6 +137,22 @@ def test_an_encoder_is_measured_at_each_of_the_seconds(tmp_path, monkeypatch):
     for mark in found.values():
         assert 0 <= mark["0.5"] <= 100
         assert 0 <= mark["least_replaced"] <= mark["replaced"] <= 1
+
+
+def test_a_job_that_was_interrupted_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "FEW", 0.5)
+    folder = make_folder(tmp_path / "images", size=8)
+    config = dataclasses.asdict(RunOptions(source=f"folder:{folder}?passes=50", encoder="compact", width=2, images=600))
+    config |= {"buffer": 8, "fractions": "0.5"}
+    del config["out"]
+    whole = learn_for(tmp_path / "whole", seconds=[1e-6, 1e6], held_back=True, **config)
+    measure = experiment._worth
+    calls = iter([measure, None])
+    monkeypatch.setattr(experiment, "_worth", lambda *given: next(calls)(*given))  # the second call fails
+    with pytest.raises(TypeError):
+        learn_for(tmp_path / "parts", seconds=[1e-6, 1e6], held_back=True, **config)
+    monkeypatch.setattr(experiment, "_worth", measure)
+    assert learn_for(tmp_path / "parts", seconds=[1e-6, 1e6], held_back=True, **config) == whole
 
 
 def test_how_long_the_experiment_takes_is_known_from_its_seconds(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Not in the paper: the recipe `device` from scratch, choice by choice, and what it reaches in minutes of one core."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import mean
 from time import process_time
@@ -16,6 +17,7 @@ from streamclr.classifier import draw_labelled
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.beyond.adapt import DECAY_OF_ALL, measure_labels_alone
 from streamclr.experiments.findings import Findings, Points, lines, margins
+from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
 from streamclr.runs.evaluation import extract, head_accuracy, labelled
 from streamclr.runs.prepare import prepare
@@ -28,6 +30,7 @@ FEW, ALL = 0.01, 1.0  # label fractions
 # CPU seconds of one core, at which an encoder is measured.
 SHORT, MIDDLE = 100, 400
 LONG = (600, 1200, 2400)
+SAVE_EVERY = 300  # CPU seconds
 IMAGES_PER_SECOND = 1000  # more than a core learns from: nothing ends by their number, unless --images says so
 USUAL: dict[str, Any] = {"recipe": "device", "encoder": "compact", "width": None, "stem": None, "lr": None}
 USUAL |= {"probes": 0, "classifier": "linear"}
@@ -168,14 +171,27 @@ def _choices(measured: Mapping[str, Any], choices: Mapping[str, Any]) -> Table:
 
 
 def learn_for(directory: Path, seconds: Sequence[int], held_back: bool, **config: Any) -> Result:
-    """Learn for these CPU seconds, and measure the encoder at each of them."""
+    """Learn for these CPU seconds, and measure the encoder at each of them. Interrupted, it goes on where it saved."""
     plan, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
     train, test = labelled(stream)
     if held_back:
         train, test = _split(train)
-    marks, shares, spent = {}, [], 0.0
-    with Progress("learning, CPU seconds", int(seconds[-1])) as bar:
-        segments = stream.segments(plan.segment, until=plan.images)
+    saved = Checkpoints(directory / "checkpoints", keep=1)
+    spent, shares, marks = 0.0, list[float](), dict[str, Any]()
+    if found := saved.latest():
+        learner.load_state_dict(found[1]["learner"])
+        stream.load_state_dict(found[1]["stream"])
+        spent, shares, marks = (found[1][name] for name in ("spent", "shares", "marks"))
+
+    def save() -> None:
+        state = {"learner": learner.state_dict(copy=False), "stream": stream.state_dict()}
+        saved.save(learner.n_steps, state | {"spent": spent, "shares": shares, "marks": marks})
+
+    with (
+        Progress("learning, CPU seconds", int(seconds[-1])) as bar,
+        closing(stream.segments(plan.segment, until=plan.images)) as segments,
+    ):
+        bar.start_from(int(spent))
         for mark in seconds:
             while spent < mark:
                 started = process_time()
@@ -185,15 +201,18 @@ def learn_for(directory: Path, seconds: Sequence[int], held_back: bool, **config
                 tracks = stream.tracks(torch.arange(n_seen, n_seen + len(images)))
                 step = learner.learn_many(images, tracks if learner.positives == "time" else None)
                 shares.append(step.replaced / (step.kept + step.replaced))
-                bar.advance(int(spent + process_time() - started) - int(spent), f"loss {step.loss:.2f}")
-                spent += process_time() - started
-            half = shares[len(shares) // 2 :]
-            marks[str(mark)] = _worth(learner.model, train, test, plan.seed) | {
-                "images": step.seen,
-                "replaced": mean(half),
-                "least_replaced": min(half),
-            }
-        segments.close()
+                before, spent = spent, spent + process_time() - started
+                bar.advance(int(spent) - int(before), f"loss {step.loss:.2f}")
+                if before // SAVE_EVERY < spent // SAVE_EVERY:
+                    save()
+            if str(mark) not in marks:
+                half = shares[len(shares) // 2 :]
+                marks[str(mark)] = _worth(learner.model, train, test, plan.seed) | {
+                    "images": learner.buffer.n_seen,
+                    "replaced": mean(half),
+                    "least_replaced": min(half),
+                }
+                save()
     return {"marks": marks}
 
 
