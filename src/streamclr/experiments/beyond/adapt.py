@@ -83,9 +83,9 @@ def experiment(lab: Lab) -> Findings:
         "Labels: a class-balanced draw of the training frames, the same for each row of a seed. "
         f"Frames: {SHORT['GTSRB']:,} (CIFAR-10: {SHORT['CIFAR-10']:,}), where it says many, and in random order, "
         f"{LONG['GTSRB']:,} ({LONG['CIFAR-10']:,}), in ten minutes of two cores {LONGEST['GTSRB']:,}; policies "
-        f"have a buffer of {BUFFER}. CPU seconds are of learning alone, one thread. Spread: a label counts for the other frames of its track; self-trained: fine-tuned again "
-        "with what it is sure of in the other tracks; cuts found: the stream is read as one video, and the adapted "
-        "encoder finds the cuts. Not in the paper.",
+        f"have a buffer of {BUFFER}. CPU seconds are of learning alone, one thread. Spread: a label counts for the "
+        "other frames of its track; self-trained: fine-tuned again with what it is sure of in the other tracks; cuts "
+        "found: the stream is read as one video, and the adapted encoder finds the cuts. Not in the paper.",
     )
     findings = [table, _equal_seconds(measured), *_goals(measured)]
     return Findings(
