@@ -456,22 +456,27 @@ def start() -> None:
     row("import of streamclr beyond torch's own", f"{extra:.2f} s", "at most 1 s", extra <= 1)
 
 
+def clip_and_weights(figure: str) -> Path | None:
+    """A 720p clip, with the public weights in the cache; None, and a row that says why, if one cannot be had."""
+    clip = Path(os.environ.get("CLIPS", "").split(":")[0] or HERE.parents[1] / "shared" / "data" / "dog.mp4")
+    command = [sys.executable, "-m", "streamclr", "models", "get", "mobilenet_v2"]
+    got = subprocess.run(command, capture_output=True, text=True)
+    if clip.exists() and not got.returncode:
+        return clip
+    row(figure, f"skipped: {got.stderr.strip() or 'no such clip'}", "CLIPS=a.mp4 make bench")
+    return None
+
+
 def first_run() -> None:
     """`streamclr run CLIP` with default options on a 720p clip: from the command to the first step, and its memory."""
-    clip = Path(os.environ.get("CLIPS", "").split(":")[0] or HERE.parents[1] / "shared" / "data" / "dog.mp4")
-    command = [sys.executable, "-m", "streamclr"]
-    got = subprocess.run([*command, "models", "get", "mobilenet_v2"], capture_output=True, text=True)
-    if not clip.exists() or got.returncode:
-        row(
-            "run CLIP with default options",
-            f"skipped: {got.stderr.strip() or 'no such clip'}",
-            "CLIPS=a.mp4 make bench",
-        )
+    if (clip := clip_and_weights("run CLIP with default options")) is None:
         return
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
         started = time.perf_counter()
-        process = subprocess.Popen([*command, "run", clip, "--out", out], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "streamclr", "run", clip, "--out", out], stdout=subprocess.DEVNULL
+        )
         journal = out / "journal.jsonl"  # a line for each step
         while process.poll() is None and not (journal.exists() and journal.stat().st_size):
             time.sleep(0.05)
@@ -483,6 +488,39 @@ def first_run() -> None:
     row(f"run {clip.name} with default options: the first step", f"{first:.1f} s", "at most 20 s", first <= 20)
     row(f"run {clip.name} with default options: the whole run", f"{whole:.1f} s")
     row(f"run {clip.name} with default options: memory", f"{peak:.2f} GiB", "at most 1.5 GiB", peak <= 1.5)
+
+
+def live(fps: float = 30, n_frames: int = 1800) -> None:
+    """`streamclr run CAMERA` with default options, a camera of 720p: frames that were passed over, and its memory."""
+    figure = f"run CAMERA with default options, {fps:g} frames a second of 720p"
+    if (clip := clip_and_weights(figure)) is None:
+        return
+    command = [sys.executable, str(HERE / "camera.py"), str(clip), str(fps)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as camera,
+        tempfile.TemporaryDirectory() as place,
+    ):
+        url = camera.stdout.readline().strip()
+        out = Path(place) / "run"
+        words = ["run", url, "--images", str(n_frames), "--out", str(out)]
+        told = subprocess.run([sys.executable, "-m", "streamclr", *words], capture_output=True, text=True)
+        camera.stdin.close()
+        if told.returncode:
+            raise SystemExit(f"run CAMERA failed: {told.stderr}")
+        results = json.loads((out / "results.json").read_text())
+        peak = max(json.loads(line)["memory"] for line in (out / "journal.jsonl").read_text().splitlines()) / 2**30
+    account = results["account"]
+    lost = 100 * account["passed"].get("learner busy", 0) / account["received"]
+    row(
+        f"{figure}: passed over because the learner was busy",
+        f"{lost:.1f} % of {account['received']:,}",
+        "0",
+        lost == 0,
+    )
+    row(f"{figure}: time of learning", f"{100 * results['seconds_learning'] * fps / n_frames:.0f} % of what is there")
+    row(f"{figure}: memory", f"{peak:.2f} GiB", "at most 1.5 GiB", peak <= 1.5)
+    for line in told.stderr.splitlines()[:3]:
+        row("what it says", line.replace("|", "/"))
 
 
 def dashboard(width: int = 16, n_clients: int = 20, phase: float = 12.0, n_phases: int = 24) -> None:
@@ -665,6 +703,7 @@ def ranks() -> None:
 SECTIONS = [
     start,
     first_run,
+    live,
     scoring,
     chunks,
     memory,
