@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from streamclr.base.errors import QuietExit, Stopped
 from streamclr.base.options import redacted
+from streamclr.base.progress import say
 from streamclr.compute.ranks import OneProcess
 
 
@@ -95,6 +97,8 @@ class StopSignal:
     def _note(self, number: int, _: object) -> None:
         self.signal = number
         self.__exit__()
+        if number == signal.SIGINT and sys.stderr.isatty():
+            say("stopping after this step; Ctrl-C again stops at once")
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         # torchrun ends all ranks as soon as one has failed: what this one has to say comes first, as in `Ranks`.
