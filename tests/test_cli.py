@@ -51,14 +51,18 @@ def test_label_export_import_train_and_predict(folder, tmp_path, capsys):
     """A stream without labels: those of a person are all that there are."""
     unlabelled, table = folder + "/ant", tmp_path / "l.csv"
     assert (
-        main(["run", "--source", unlabelled, "--width", "2", "--buffer", "8", "--label-budget", "50%", "--out", "r"])
+        main(["run", "--source", unlabelled, "--width", "2", "--buffer", "8", "--label-budget", "10", "--out", "r"])
         == 0
     )
-    assert "no classifier yet" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no classifier yet" in out
+    assert out.endswith("\nnext: streamclr label r (about 2 minutes)\n")
     assert main(["label", "train", "r"]) == 0
     assert capsys.readouterr().out == "no classifier yet: the labels are of fewer than two classes\n"
     assert main(["predict", "r", "--source", folder]) == 2
-    assert "r has no classifier" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "streamclr: r has no classifier yet: label some images, which takes about 2 minutes: streamclr label r\n"
+    )
 
     assert main(["label", "export", "r", "l.csv"]) == 0
     assert capsys.readouterr().out == "10 questions, answered or not, in l.csv\n"
@@ -103,10 +107,10 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
     assert capsys.readouterr().err == "streamclr: l.csv exists already and is not overwritten: give another name\n"
     for name in ("results.json", "model.safetensors", "classifier.safetensors"):
         (tmp_path / name).rename(tmp_path / "r" / name)
-    assert main(["predict", "r", "--source", folder]) == 2
+    assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
     assert capsys.readouterr().err == (
-        "streamclr: r/labelled.safetensors is for the encoder of step 5, not for the finished encoder, "
-        "and a person's answers come first: streamclr label train r\n"
+        "streamclr: this classifier is for the encoder of step 5, and the run has learned on to the finished encoder: "
+        "streamclr label train r makes a newer one\n"
     )
     assert main(["label", "train", "r", "--classifier", "linear"]) == 0
     assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
@@ -114,7 +118,7 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
     shutil.rmtree(tmp_path / "r" / "checkpoints")
     (tmp_path / "r" / "results.json").unlink()
     assert main(["label", "train", "r"]) == 2
-    assert capsys.readouterr().err.startswith("streamclr: no encoder yet: ")
+    assert capsys.readouterr().err.startswith("streamclr: r has no encoder yet, ")
 
 
 def test_a_run_without_a_label_queue_says_so(folder, capsys):

@@ -126,7 +126,7 @@ def follow(directory, environment):
 
 
 def check(directory, printed):
-    assert "label: streamclr label runs/clip" in printed[0]
+    assert "next: streamclr label runs/clip (about 2 minutes)" in printed[0]
     rows = printed[2].splitlines()
     assert rows[0].split() == ["image", "class", "probability"]
     assert len(rows) == 121

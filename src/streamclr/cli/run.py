@@ -15,6 +15,7 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
 from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose, suggest
 from streamclr.runs.evaluation import evaluate_run
+from streamclr.runs.next_step import next_step
 from streamclr.runs.report import results_table, write_report
 from streamclr.runs.run import run
 from streamclr.sweeps.compare import CompareOptions, compare, demo
@@ -45,9 +46,9 @@ def run_command(config: RunOptions) -> None:
     _show_results(directory, results)
     if not results["labels"]:
         print("no classifier yet: the stream has no labelled test images")
-    if directory.config.label_budget is not None:
-        print(f"label: streamclr label {path}")
     print(f"report: {path / 'report.html'}")
+    if then := next_step(directory):
+        print(f"next: {then}")
 
 
 def eval_command(config: EvalOptions) -> None:

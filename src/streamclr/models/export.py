@@ -84,7 +84,8 @@ def export(
         buffer, n_seen, n_steps = directory.load_buffer()["images"], results["images"], results.get("steps")
     else:
         buffer, n_seen, n_steps = learner["buffer"]["images"], learner["buffer"]["n_seen"], learner["n_steps"]
-    about = describe(directory, head, head.state if head.has_encoder else encoder, n_seen, n_steps, int8)
+    is_own = head.has_encoder or head.file == heads.labelled_file
+    about = describe(directory, head, head.state if is_own else encoder, n_seen, n_steps, int8)
     tested = images_to_test(directory)
     images = torch.cat([buffer, tested])
     content = kind.make(classifier, about, Calibration.of(buffer, pure) if int8 else None)

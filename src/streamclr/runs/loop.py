@@ -24,6 +24,7 @@ from streamclr.records.plan import RunPlan
 from streamclr.runs.challenger import Challenger, labels_at_hand
 from streamclr.runs.evaluation import curve_point
 from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
+from streamclr.runs.next_step import next_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Server, Window, memory
@@ -104,6 +105,7 @@ class Loop:
             self.candidates = open_candidates(self.directory.path, plan, stream.epoch)
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
+                self._save_first_model()
             if plan.serve:
                 stack.enter_context(closing(Server(self.directory.path)))
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
@@ -121,6 +123,7 @@ class Loop:
             self.notifier.ready()
             with closing(self._segments()) as segments:
                 for images in segments:
+                    self._offer(images)  # first, because a step takes time: a person may be waiting to label
                     step = self._step(images)
                     bar.advance(len(images), str(step or "undone"))
                     (is_due,) = self.ranks.largest(self.checkpoints.due())
@@ -139,6 +142,8 @@ class Loop:
             with suppress(OSError, UserError):  # for the dashboard of the stopped run
                 self.directory.save_buffer(self.learner, self.stream)
             again = f"streamclr run with the same options and --out {self.directory.path} goes on"
+            if self.ranks.index == 0 and (then := next_step(self.directory)):
+                say(f"next: {then}")
             message = f"stopped after step {self.learner.n_steps}: {again if saved else 'not saved'}"
             raise self.asked.stopped(self.ranks, message)
         return self.seconds
@@ -199,7 +204,6 @@ class Loop:
         if self.served is not None:
             line["served"] = self.served.current.number if self.served.current else None
         self.journal.write(line)
-        self._offer(images)
         self._watch(step)
         return step
 
@@ -210,12 +214,18 @@ class Loop:
         n_seen = self.learner.buffer.n_seen
         return self.stream.tracks(torch.arange(n_seen, n_seen + n))
 
+    def _save_first_model(self) -> None:
+        if not self.learner.n_steps:
+            try:
+                self.directory.save_first_model(self.learner.model)
+            except UserError as error:  # a full disk
+                self._tell(f"no questions before the first checkpoint: {error}")
+
     def _offer(self, images: Any) -> None:
-        """Offer the images as candidates for labelling."""
+        """Offer the next images as candidates for labelling."""
         if self.candidates:
-            n_seen = self.learner.buffer.n_seen
-            first = n_seen - len(images)
-            tracks = self.stream.tracks(torch.arange(first, n_seen))
+            first = self.learner.buffer.n_seen
+            tracks = self.stream.tracks(torch.arange(first, first + len(images)))
             if tracks is not None and self.stream.live:  # scenes by pixels: only those that are apart are known
                 tracks = UNKNOWN - 1 - (first + tracks)  # each segment has numbers of its own
             try:
@@ -223,6 +233,9 @@ class Loop:
             except OSError as error:
                 self._tell(f"the label queue cannot be written ({error.strerror})")
                 self.candidates = None
+            else:
+                if not first:
+                    say(f"questions are there while it learns: {next_step(self.directory)}")
 
     def _undone(self, why: str, n_images: int) -> None:
         self.n_undone += 1
