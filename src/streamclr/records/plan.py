@@ -112,7 +112,9 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     images = options.images
     if images is None:
         if options.epochs is not None and epoch is None:
-            raise UserError(f"{options.source} has no epochs: say how long with --images")
+            is_recording = split_source(options.source)[0] == "video"
+            how = f"write passes={math.ceil(epochs)} in the source" if is_recording else "say how long with --images"
+            raise UserError(f"{options.source} has no epochs: {how}")
         images = round(epochs * epoch) if epoch else None if stream.live else 20_000
     if end is not None and images is not None and images > end:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""

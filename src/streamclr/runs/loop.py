@@ -28,6 +28,7 @@ from streamclr.runs.next_step import next_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Server, Window, memory
+from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 
 MAX_IN_A_ROW = 3  # undone steps, or returns to one checkpoint, before the run stops
@@ -134,6 +135,7 @@ class Loop:
                     self._challenge()
                     self._rest(step)
             self._report_stream(now=True)
+            self._report_early_end()
             saved = self._save()
             self._last_challenge()
             self._show(now=True)
@@ -294,6 +296,16 @@ class Loop:
             if self.challenger:
                 heads = {"taken": self.challenger.n_taken, "refused": self.challenger.n_refused}
                 self.metrics.update(**of_served(self._about_served()), challengers_total=heads)
+
+    def _report_early_end(self) -> None:
+        """Of a recording, whose length nobody knew."""
+        images, n_read = self.plan.images, self.stream.position
+        if images is None or not 0 < n_read < images or self.asked.signal or self.ranks.n > 1 or not self.stream.live:
+            return
+        kind, _, options = split_source(self.plan.source)
+        passes = -(-images * int(options.get("passes", 1)) // n_read)
+        more = f": write passes={passes} in the source for more" if kind == "video" else ""
+        self._tell(f"the source has ended after {n_read:,} of the {images:,} images asked for{more}")
 
     def _idle(self) -> None:
         """What still has to be done while nothing is learned."""
