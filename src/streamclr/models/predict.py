@@ -14,6 +14,7 @@ import numpy as np
 
 from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
+from streamclr.base.files import near
 from streamclr.base.options import argument, option
 from streamclr.base.progress import Progress, say
 from streamclr.models.formats.reader import Predictor, open_exported
@@ -92,7 +93,8 @@ def open_predictor(path: Path, fraction: float | None = None, served: bool = Fal
     if served and fraction is not None:
         raise UserError("both --served and --fraction are given: use one of them")
     if not path.is_file() and not (path / "config.json").is_file():
-        raise UserError(f"{path} is no run directory, and nothing that 'streamclr export' wrote")
+        hint = "" if path.exists() else f": {near(path) or 'there is nothing of that name'}"
+        raise UserError(f"{path} is no run directory, and nothing that 'streamclr export' wrote{hint}")
     if path.is_file():
         _refuse_choice(path, fraction, served)
         return open_exported(path)

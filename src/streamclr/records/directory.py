@@ -17,7 +17,7 @@ import torch
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
-from streamclr.base.files import held, json_line, read_json, write_json
+from streamclr.base.files import held, json_line, near, read_json, write_json
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_tensors, load_weights, save_tensors
 from streamclr.compute.ranks import OneProcess
@@ -146,7 +146,7 @@ class RunDirectory:
     @classmethod
     def existing(cls, path: str | Path) -> "RunDirectory":
         if not (Path(path) / "config.json").is_file():
-            raise UserError(f"{path} is no run directory: it has no config.json")
+            raise UserError(f"{path} is no run directory: {_why_no_run(Path(path))}")
         return cls(Path(path))
 
     @property
@@ -282,6 +282,18 @@ def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
         first = RunDirectory.of(plan) if ranks.index == 0 else None
     path = ranks.collect(first and os.path.abspath(first.path))[0]
     return RankDirectory(Path(path), ranks.index) if first is None else first
+
+
+def _why_no_run(path: Path) -> str:
+    """And what to give instead."""
+    if path.is_file():
+        return "it is a file; `streamclr run SOURCE --out DIR` makes a run directory"
+    if not path.exists():
+        return near(path) or "there is nothing of that name; `streamclr run SOURCE --out DIR` makes one"
+    inside = [place for place in sorted(path.iterdir()) if (place / "config.json").is_file()] if path.is_dir() else []
+    if inside:
+        return f"but it has some in it, give one: {', '.join(map(str, inside[:5]))}{' …' * (len(inside) > 5)}"
+    return "it has no config.json"
 
 
 # Options that change where and how a run is kept, not what it learns.

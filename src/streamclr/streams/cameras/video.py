@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
 from streamclr.base.files import near
 from streamclr.streams.frame import BadFrame, square
 
@@ -25,7 +26,7 @@ Frame = tuple[Callable[[int], np.ndarray], float]  # from the side in pixels to 
 
 def check_installed() -> None:
     if "av" not in globals():
-        raise UserError("video and cameras need PyAV: pip install -c constraints.txt -e '.[video]'")
+        raise UserError(f"video and cameras need PyAV: {how_to_install('video')}")
 
 
 def check(path: str) -> None:
