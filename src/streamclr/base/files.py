@@ -39,6 +39,8 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 def near(path: str | Path) -> str:
     """For an error about a path that is not there: the part of it that is missing, or a name that was meant."""
     path = Path(path).expanduser()
+    if path.is_file():
+        return f"{path} is a file"
     missing = [place for place in (path, *path.parents) if not place.exists()]
     if len(missing) > 1:
         return f"there is no directory {missing[-1]}"

@@ -26,7 +26,7 @@ from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.labelling.store import Answer, Labels, Question
 from streamclr.models.heads import PUBLIC, Heads
 from streamclr.records.directory import FINISHED, RunDirectory
-from streamclr.records.label_budget import LabelBudget
+from streamclr.records.label_budget import N_ASKED, LabelBudget
 from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.stage_two import KINDS, Chosen, Unlabelled, choose_classifier, cross_validate, fit_linear
 
@@ -61,7 +61,7 @@ class LabelSession:
 
     def __init__(self, directory: RunDirectory):
         if directory.config.label_budget is None:
-            raise UserError(f"{directory.path} has no label queue: run with --label-budget 1%")
+            raise UserError(f"{directory.path} has no label queue: run with --label-budget {N_ASKED}")
         self.directory, self.heads = directory, Heads(directory)
         self.labels = Labels(directory.path / "labels.sqlite")
         self.message = ""  # what is under way, or why nothing can be asked

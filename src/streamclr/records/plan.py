@@ -110,6 +110,8 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     if not 0 < epochs < math.inf:
         raise UserError(f"epochs is {epochs}: use a number above 0")
     images = options.images
+    if images is not None and images < 1:
+        raise UserError(f"images is {images}: use at least 1, or leave it out for all that there are")
     if images is None:
         if options.epochs is not None and epoch is None:
             is_recording = split_source(options.source)[0] == "video"
@@ -200,9 +202,11 @@ def _label_budget(options: RunOptions, stream: Stream, images: int | None) -> st
         return None  # a plan says all: there is nothing to be filled in
     room = n_candidates_that_fit(parse_size(options.label_disk, "label_disk"), stream.size)
     known = min((n for n in (images, stream.epoch) if n is not None), default=None)
+    if asked is None and not room:
+        how = "use a larger --label-disk, or --label-budget off"
+        raise UserError(f"label_disk is {options.label_disk}, which holds no image of {stream.size} px: {how}")
     if asked is None:
-        usual = min(N_ASKED, room, room if known is None else known)
-        return str(usual) if usual else None
+        return str(min(N_ASKED, room, room if known is None else known))
     budget = LabelBudget.parse(asked)
     n_images = budget.of(known or 0)
     if known is not None and n_images > known:

@@ -144,7 +144,7 @@ class Loop:
             with suppress(OSError, UserError):  # for the dashboard of the stopped run
                 self.directory.save_buffer(self.learner, self.stream)
             again = f"streamclr run with the same options and --out {self.directory.path} goes on"
-            if self.ranks.index == 0 and (then := next_step(self.directory)):
+            if self.ranks.index == 0 and self.learner.n_steps and (then := next_step(self.directory)):
                 say(f"next: {then}")
             message = f"stopped after step {self.learner.n_steps}: {again if saved else 'not saved'}"
             raise self.asked.stopped(self.ranks, message)

@@ -44,13 +44,20 @@ def open_source(source: str | Path, **options: Any) -> Source | list[Feed]:
     given = written | {key: value for key, value in options.items() if value is not None}
     if name in SOURCES:
         return opts.build(SOURCES[name], given, f"the source {name}", path)
-    lines = [(name, path, {})] if name in FEEDS else [split_source(line) for line in _lines(path)]
+    lines = [(name, path, {})] if name in FEEDS else [_listed(line, path) for line in _lines(path)]
     feeds = []
     for kind, where, own in lines:
         if kind not in FEEDS:
             raise UserError(f"{path} lists {kind}:{where}: a list may only have cameras and recordings")
         feeds.append(opts.build(FEEDS[kind], given | own, f"the source {kind}", where))
     return feeds
+
+
+def _listed(line: str, path: str) -> tuple[str, str, dict[str, str]]:
+    try:
+        return split_source(line)
+    except UserError as error:
+        raise UserError(f"{path} is read as a list of cameras and recordings: {error}") from None
 
 
 def takes(source: str | Path, option: str) -> bool:
@@ -110,7 +117,7 @@ def _not_a_source(text: str, file: Path, name: str) -> str:
         return f"no file matches {text!r}: look into {file.parent}{inside}"
     if "://" not in text and (file.suffix.lower() in {*VIDEOS, *SUFFIXES, ".txt", ".list"} or "/" in text):
         return f"no file {text}: {near(file) or 'give one that exists'}"
-    what, meant = "a file, a directory, a camera's number or a URL", "://" not in text and near(file)
+    what, meant = "a file, a directory, a camera (0, rtsp://…) or a dataset", "://" not in text and near(file)
     return f"no source {opts.redacted(text)!r}: it is not {what}; {meant or opts.one_of(name, [*SOURCES, *FEEDS])}"
 
 

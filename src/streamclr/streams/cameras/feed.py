@@ -7,6 +7,7 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -155,6 +156,8 @@ def make_feed(
         raise UserError(f"passes is {passes}: use at least 1")
     if kind != "stdin" and not where:
         raise UserError(f"the source {kind!r} needs {KINDS[kind]}: write {kind}:…")
+    if kind in ("rtsp", "http") and not urlsplit(where).hostname:
+        raise UserError(f"{where!r} is no URL with the name of a camera: write {kind}://camera.local/…")
     if kind in ("camera", "video", "rtsp"):
         video.check_installed()
     path = Path(where).expanduser()
