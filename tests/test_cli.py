@@ -303,7 +303,7 @@ def home(tmp_path_factory):
         ("run dog.mp4 --guards yes", "no guard 'yes': use on, "),
         ("run dog.mp4 --duty 200%", "duty is 200%: use more than 0% and up to 100%"),
         ("run dog.mp4 --decoders 2", "decoders is 2, and dog.mp4 has no image files: leave it out"),
-        ("run dog.mp4 --resume", "no unfinished run of these options at runs/video-reservoir: start it without"),
+        ("run dog.mp4 --init random --resume", "no unfinished run of these options at runs/video-res"),
         ("run dog.mp4 --out signs --init random", "signs exists already: give another --out, nothing is overwritten"),
         ("run dog.mp4 --out notes.txt --init random", "notes.txt exists already: give another --out"),
         ("run dog.mp4 --output here", "no option '--output' in streamclr run: did you mean '--out'?"),

@@ -67,10 +67,7 @@ def test_one_image_is_a_source(tmp_path):
         ("cameras.txt", "no file cameras.txt: give one that exists"),
         ("folder:sings", "no directory 'sings': did you mean signs?"),
         ("watch:sings", "no directory 'sings': did you mean signs?"),
-        (
-            "sings",
-            "no source 'sings': it is not a file, a directory, a camera (0, rtsp://…) or a dataset; did you mean signs?",
-        ),
+        ("sings", "it is not a file, a directory, a camera (0, rtsp://…) or a dataset; did you mean signs?"),
         ("cifar01", "did you mean 'cifar10'? use synthetic, "),
         ("signs/*.jpg", "no file matches 'signs/*.jpg': look into signs, it has 2 .png, 1 .csv"),
         ("sings/*.jpg", "no file matches 'sings/*.jpg': look into sings"),
