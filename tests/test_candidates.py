@@ -239,8 +239,12 @@ def test_a_run_has_room_for_two_clips_a_question(tmp_path, options, epoch, clip,
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "n_seen", "n"), [("1%", 5000, 50), ("500", 10, 500), ("100%", 7, 7), ("0.5%", 10, 1)])
+@pytest.mark.parametrize(
+    ("text", "n_seen", "n"),
+    [("1%", 9000, 90), ("500", 10, 500), ("100%", 7, 7), ("1%", 600, 50), ("0.5%", 10, 10), ("1%", 0, 1)],
+)
 def test_a_budget_is_a_number_or_a_share(text, n_seen, n):
+    """Of a clip of 600 frames 1 % would be six: too few to tell two classes apart."""
     assert LabelBudget.parse(text).of(n_seen) == n
 
 

@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import pytest
 
 from streamclr.cli.entry import main
 from streamclr.cli.parser import parse
+from support.camera import write_clip
 from support.commands import COMMANDS
 from support.images import make_folder
+from support.labelling import make_run
+from support.runs import made_run
 
 FAST = ["--width", "2", "--buffer", "8", "--images", "40", "--probes", "2", "--stc", "5", "--lr", "1e-3"]
 FAST += ["--classifier", "linear"]
@@ -51,14 +55,19 @@ def test_label_export_import_train_and_predict(folder, tmp_path, capsys):
     """A stream without labels: those of a person are all that there are."""
     unlabelled, table = folder + "/ant", tmp_path / "l.csv"
     assert (
-        main(["run", "--source", unlabelled, "--width", "2", "--buffer", "8", "--label-budget", "50%", "--out", "r"])
+        main(["run", "--source", unlabelled, "--width", "2", "--buffer", "8", "--label-budget", "10", "--out", "r"])
         == 0
     )
-    assert "no classifier yet" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no classifier yet" in out
+    assert out.endswith("\nnext: streamclr label r (about 2 minutes)\n")
     assert main(["label", "train", "r"]) == 0
-    assert capsys.readouterr().out == "no classifier yet: the labels are of fewer than two classes\n"
+    told = "no classifier yet: the labels are of fewer than two classes; next: streamclr label r\n"
+    assert capsys.readouterr().out == told
     assert main(["predict", "r", "--source", folder]) == 2
-    assert "r has no classifier" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "streamclr: r has no classifier yet: label some images, which takes about 2 minutes: streamclr label r\n"
+    )
 
     assert main(["label", "export", "r", "l.csv"]) == 0
     assert capsys.readouterr().out == "10 questions, answered or not, in l.csv\n"
@@ -103,10 +112,10 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
     assert capsys.readouterr().err == "streamclr: l.csv exists already and is not overwritten: give another name\n"
     for name in ("results.json", "model.safetensors", "classifier.safetensors"):
         (tmp_path / name).rename(tmp_path / "r" / name)
-    assert main(["predict", "r", "--source", folder]) == 2
+    assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
     assert capsys.readouterr().err == (
-        "streamclr: r/labelled.safetensors is for the encoder of step 5, not for the finished encoder, "
-        "and a person's answers come first: streamclr label train r\n"
+        "streamclr: this classifier is for the encoder of step 5, and the run has learned on to the finished encoder: "
+        "streamclr label train r makes a newer one\n"
     )
     assert main(["label", "train", "r", "--classifier", "linear"]) == 0
     assert main(["predict", "r", "--source", folder, "--images", "1"]) == 0
@@ -114,7 +123,7 @@ def test_a_run_that_is_not_finished_is_asked_about_and_predicts_with_its_last_ch
     shutil.rmtree(tmp_path / "r" / "checkpoints")
     (tmp_path / "r" / "results.json").unlink()
     assert main(["label", "train", "r"]) == 2
-    assert capsys.readouterr().err.startswith("streamclr: no encoder yet: ")
+    assert capsys.readouterr().err.startswith("streamclr: r has no encoder yet, ")
 
 
 def test_a_run_without_a_label_queue_says_so(folder, capsys):
@@ -122,7 +131,7 @@ def test_a_run_without_a_label_queue_says_so(folder, capsys):
     capsys.readouterr()
     for words in (["label", "r"], ["label", "train", "r"], ["label", "export", "r", "l.csv"]):
         assert main(words) == 2
-        assert capsys.readouterr().err == "streamclr: r has no label queue: run with --label-budget 1%\n"
+        assert capsys.readouterr().err == "streamclr: r has no label queue: run with --label-budget 200\n"
 
 
 def test_compare(folder, tmp_path, capsys):
@@ -231,6 +240,110 @@ def test_bad_input_is_one_line_and_exit_code_2(words, told, capsys, tmp_path, mo
     assert captured.err.count("\n") == 1
     assert told in captured.err
     assert not list(tmp_path.iterdir())  # nothing half-made
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory as a newcomer has it: recordings, pictures, notes, a run with a classifier and one without labels."""
+    pytest.importorskip("av")
+    path = tmp_path_factory.mktemp("home")
+    make_folder(path / "signs")
+    write_clip(path / "dog.mp4", n=20)
+    make_run(path / "unlabelled")
+    (path / "runs").mkdir()
+    made_run(path / "runs" / "door", label_budget=None)
+    for name, content in (
+        ("notes.txt", "hello\n"),
+        ("data.csv", "a,b\n"),
+        ("junk.mp4", "junk" * 9),
+        ("junk.jpg", "junk"),
+    ):
+        (path / name).write_text(content)
+    (path / "empty").mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("run dgo.mp4", "no file dgo.mp4: did you mean dog.mp4?"),
+        ("run DOG.MP4", "no file DOG.MP4: did you mean dog.mp4?"),
+        ("run dog.mov", "no file dog.mov: did you mean dog.mp4?"),
+        ("run videos/dog.mp4", "no file videos/dog.mp4: there is no directory videos"),
+        ("run sings", "did you mean signs?"),
+        ("run 'signs/ant/*.jpg'", "no file matches 'signs/ant/*.jpg': look into signs/ant, it has 20 .png"),
+        ("run signs/ant/0.png signs/ant/1.png", "a command has one --source: a file, a directory, or a pattern in qu"),
+        ("run signs/ant/0.png", "ends after 1 images, before one batch of 64: give it more"),
+        ("run junk.mp4", "cannot play 'junk.mp4' (Invalid data found when processing input): give a video file"),
+        ("run junk.jpg", "the image junk.jpg cannot be used, not an image"),
+        ("run notes.txt", "notes.txt is read as a list of cameras and recordings: no source 'hello'"),
+        ("run data.csv", "data.csv is no file that can be read as images: give a directory, a video"),
+        ("run empty", "no images in empty: it needs"),
+        ("run webcam", "it is not a file, a directory, a camera (0, rtsp://…) or a dataset; use synthetic, "),
+        ("run 77", "no camera '/dev/video77': this machine has"),
+        ("run rtsp:/camera/1", "'/camera/1' is no URL with the name of a camera: write rtsp://camera.local/…"),
+        ("run http://", "is no URL with the name of a camera"),
+        ("run watch:dog.mp4", "no directory 'dog.mp4': dog.mp4 is a file"),
+        ("run video:signs", "cannot play 'signs' (Is a directory)"),
+        ("run dog.mp4?sizes=64", "the source video has no option 'sizes': did you mean 'size'?"),
+        ("run dog.mp4?passes=0", "passes is 0: use at least 1"),
+        ("run watch:empty?passes=2", "passes=2 is for recordings, watch has no end: leave it out"),
+        ("run dog.mp4 --epochs 2.5", "dog.mp4 has no epochs: write passes=3 in the source"),
+        ("run dog.mp4 --images 0", "images is 0: use at least 1"),
+        ("run dog.mp4 --images 10k", "--images is '10k': use a whole number"),
+        ("run dog.mp4 --images 5", "5 images are asked for, before one batch of 64"),
+        ("run dog.mp4 --size 96px", "--size is '96px': use a whole number"),
+        ("run dog.mp4 --stc 5", "the source video has no option 'stc'"),
+        ("run dog.mp4 --label-budget 0", "label_budget is '0': use a share as 1%, a number of images as 500, or off"),
+        ("run dog.mp4 --label-budget 100000", "64M of disk holds 2424 of 96 px: use a larger --label-disk"),
+        ("run dog.mp4 --label-disk 64", "label_disk is 64, which holds no image of 96 px: use a larger --label-disk"),
+        ("run dog.mp4 --device gpu", "no device 'gpu': use cpu or cuda"),
+        ("run dog.mp4 --init imagenet", "no file imagenet for init: use pretrained, random, a file or a directory"),
+        ("run dog.mp4 --recipe fast", "no recipe 'fast': use device, paper"),
+        ("run dog.mp4 --guards yes", "no guard 'yes': use on, "),
+        ("run dog.mp4 --duty 200%", "duty is 200%: use more than 0% and up to 100%"),
+        ("run dog.mp4 --decoders 2", "decoders is 2, and dog.mp4 has no image files: leave it out"),
+        ("run dog.mp4 --init random --resume", "no unfinished run of these options at runs/video-res"),
+        ("run dog.mp4 --out signs --init random", "signs exists already: give another --out, nothing is overwritten"),
+        ("run dog.mp4 --out notes.txt --init random", "notes.txt exists already: give another --out"),
+        ("run dog.mp4 --output here", "no option '--output' in streamclr run: did you mean '--out'?"),
+        ("run dog.mp4 --predict yes", "unexpected 'yes': write streamclr run [SOURCE] [options]"),
+        ("predict runs/door", "required: --source"),
+        ("predict dog.mp4 --source runs/door", "dog.mp4 is a source, no classifier: write streamclr predict RUN --so"),
+        ("predict runs/dor --source dog.mp4", "did you mean runs/door?"),
+        ("predict runs/door --source dgo.mp4", "no file dgo.mp4: did you mean dog.mp4?"),
+        ("predict unlabelled --source dog.mp4", "label some images, which takes about 2 minutes: streamclr label unl"),
+        ("predict signs --source signs", "signs is no run directory, and nothing that 'streamclr export' wrote"),
+        ("predict runs/door --source signs --fraction 0.5", "no classifier for the fraction 0.5: use 1.0"),
+        ("predict runs/door --source signs --csv notes.txt", "notes.txt exists already: give another --csv"),
+        ("label runs", "runs is no run directory: but it has some in it, give one: runs/door"),
+        ("label runs/dor", "runs/dor is no run directory: did you mean runs/door?"),
+        ("label runs/door", "runs/door has no label queue: run with --label-budget 200"),
+        ("label dog.mp4", "dog.mp4 is no run directory: it is a file; `streamclr run SOURCE --out DIR` makes"),
+        ("label import unlabelled nope.csv", "cannot read nope.csv (No such file or directory)"),
+        ("label import unlabelled data.csv", "data.csv, line 1: no column 'key': nothing was changed"),
+        ("label export unlabelled q.xlsx", "q.xlsx has no known suffix: use .json (Label Studio) or .csv"),
+        ("export unlabelled", "unlabelled has no classifier yet: label some images"),
+        ("export runs/door --format tflite", "no format 'tflite': use onnx, executorch, torch, pretrained"),
+        ("report runs/door --out notes.txt", "notes.txt exists already and is no report: give another --out"),
+        ("report runs/door --out signs", "signs is a directory: give a file, as --out signs/report.html"),
+        ("rollback unlabelled", "unlabelled serves no version: run with --predict, and give it labels"),
+        ("doctor dgo.mp4", "no file dgo.mp4: did you mean dog.mp4?"),
+        ("eval runs/door --fractions 2", "label fraction is 2.0: use a number above 0 and up to 1"),
+        ("train dog.mp4", "no command 'train'"),
+    ],
+)
+def test_a_newcomers_mistake_is_one_line_and_exit_code_2(words, told, home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("COLUMNS", "80")
+    before = {path for path in home.rglob("*") if ".sqlite" not in path.name}
+    assert main(shlex.split(words)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("streamclr: ")
+    assert captured.err.count("\n") == 1
+    assert told in captured.err
+    assert {path for path in home.rglob("*") if ".sqlite" not in path.name} == before
 
 
 def test_what_the_disk_refuses_is_one_line_too(folder, capsys):

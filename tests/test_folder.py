@@ -195,6 +195,12 @@ def test_damaged_images_are_passed_over(tmp_path, content):
     assert stream.position == 6
     assert stream.account.is_balanced
     assert (stream.account.learned, stream.account.rejected.total()) == (4, 2)
+    events = stream.take_events()
+    assert [event.split(" cannot be used, ")[0] for _, event in events] == [
+        f"the image {tmp_path}/{n}.png" for n in "ad"
+    ]
+    assert {source for source, _ in events} == {"rejected"}
+    assert not stream.take_events()
     for name in "bcef":
         (tmp_path / f"{name}.png").write_bytes(damaged)
     with pytest.raises(UserError, match=r"not one image of a whole pass can be read; the image .*\.png"):

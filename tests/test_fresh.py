@@ -1,14 +1,19 @@
 """The package as somebody else gets it: installed, not editable, in an environment that has what was asked for."""
 
+import csv
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from support.camera import write_two_scenes
 
 pytestmark = pytest.mark.system
 
@@ -117,6 +122,45 @@ def test_what_is_installed_is_whole_and_needs_none_of_the_others(source, tmp_pat
     assert call(sys.executable, "-c", PRESENT, cwd=place, PYTHONPATH=str(site)).split() == []
     formats = {"pretrained": "run-pretrained"} | ({"onnx": "run.onnx"} if find_spec("onnxscript") else {})
     walk(sys.executable, place, formats, PYTHONPATH=str(site))
+
+
+def test_a_wheel_outside_a_clone_goes_from_a_clip_to_predictions(tmp_path):
+    """As `pipx` would install it: a wheel in an environment of its own, which sees the other packages of this one."""
+    pytest.importorskip("av")
+    if int(version("setuptools").partition(".")[0]) < 77:
+        pytest.skip("setuptools 77 or newer is needed to build a wheel without a package index")
+    source, place, venv = (tmp_path / name for name in ("source", "empty", "venv"))
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, source)
+    place.mkdir()
+    build = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path, source)
+    call(sys.executable, "-m", "pip", "wheel", "--quiet", *build, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("streamclr-*.whl")
+    call(sys.executable, "-m", "venv", venv, cwd=tmp_path)
+    python, streamclr = venv / "bin" / "python", venv / "bin" / "streamclr"
+    call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    imported = call(python, "-c", "import streamclr; print(streamclr.__file__)", cwd=place)
+    assert Path(imported.strip()).is_relative_to(site)
+    hint = "from streamclr.base.extras import how_to_install; print(how_to_install('serve'))"
+    assert call(python, "-c", hint, cwd=place) == "pip install fastapi uvicorn\n"  # there are no constraints here
+
+    write_two_scenes(place / "clip.mp4")
+    said = call(streamclr, "run", "clip.mp4", "--init", "random", "--out", "run", cwd=place)
+    assert said.endswith("\nnext: streamclr label run (about 2 minutes)\n")
+    call(streamclr, "label", "export", "run", "questions.csv", cwd=place)
+    with (place / "questions.csv").open(newline="") as file:
+        questions = list(csv.DictReader(file))
+    rows = [(one["key"], "disc" if int(one["arrival"]) < 60 else "square") for one in questions]
+    (place / "answers.csv").write_text("key,label\n" + "".join(f"{key},{name}\n" for key, name in rows))
+    told = call(streamclr, "label", "import", "run", "answers.csv", cwd=place)
+    assert f"{len(rows)} new answers" in told
+    lines = call(streamclr, "predict", "run", "--source", "clip.mp4", cwd=place).splitlines()
+    found = [json.loads(line)["class"] for line in lines]
+    truth = ["disc"] * 60 + ["square"] * 60
+    assert sum(a == b for a, b in zip(found, truth, strict=True)) >= 114  # 95 %
 
 
 @pytest.mark.long

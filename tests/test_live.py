@@ -18,7 +18,7 @@ from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
-from streamclr.streams.account import Account
+from streamclr.streams.account import MAX_NAMED, Account
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.stream import CameraStream
 from support.camera import RtspCamera, jpeg, number_of, write_clip
@@ -60,7 +60,7 @@ def test_fewer_frames_and_all_in_the_account(tmp_path, options, due, passed):
     assert stream.account.is_balanced
 
 
-@pytest.mark.parametrize("options", ["", "every=2", "every=3&fps=7", "fps=13"])
+@pytest.mark.parametrize("options", ["", "every=2", "every=3&fps=7", "fps=13", "passes=2&every=4", "passes=3&fps=4"])
 def test_a_clip_goes_on_where_it_was(tmp_path, options):
     source = f"{write_clip(tmp_path / 'clip.mp4')}?{options}"
     stream = open_stream(source, size=32)
@@ -83,6 +83,40 @@ def test_a_clip_goes_on_where_it_was(tmp_path, options):
     found += [numbers(images) for images in rest.segments(3)]
     assert found == whole
     assert rest.account == stream.account
+
+
+def test_a_clip_is_passed_over_several_times(tmp_path):
+    clip = write_clip(tmp_path / "clip.mp4", n=20)
+    stream = open_stream(clip, size=32, passes=3)
+    assert [n for images in stream.segments(16) for n in numbers(images)] == [*range(20)] * 3
+    assert stream.account.learned == 60
+    # At 10 frames a second of 30: in time from pass to pass.
+    thinned = [n for images in open_stream(clip, size=32, passes=2, fps=10).segments(16) for n in numbers(images)]
+    assert thinned == [0, 3, 6, 9, 12, 15, 18, 1, 4, 7, 10, 13, 16, 19]
+
+
+def test_a_clip_of_an_earlier_checkpoint_goes_on(tmp_path):
+    """Whose mark was the number of frames alone."""
+    stream = open_stream(write_clip(tmp_path / "clip.mp4", n=20), size=32)
+    state = stream.state_dict()
+    stream.load_state_dict(state | {"position": 12, "places": [[12, 0.0, 12]]})
+    assert [n for images in stream.segments(16) for n in numbers(images)] == [*range(12, 20)]
+
+
+def test_a_clip_that_ends_before_its_images_says_so_and_is_learned_from(tmp_path):
+    clip = write_clip(tmp_path / "clip.mp4", n=20)
+    options = {"size": 32, "images": 50, "buffer": 8, "width": 1}
+    path, results = run(RunOptions(source=str(clip), **options, out=str(tmp_path / "run")))
+    assert results["images"] == 20
+    events = [json.loads(line)["event"] for line in (path / "events.jsonl").read_text().splitlines()]
+    told = "the source has ended after {} of the 50 images asked for: write passes=3 in the source for more"
+    assert events == [told.format(20)]
+    path, results = run(RunOptions(source=f"{clip}?passes=2", **options, out=str(tmp_path / "twice")))
+    assert results["images"] == 40
+    assert told.format(40) in (path / "events.jsonl").read_text()
+    path, results = run(RunOptions(source=f"{clip}?passes=3", **options, out=str(tmp_path / "thrice")))
+    assert results["images"] == 50
+    assert not (path / "events.jsonl").exists()
 
 
 def test_several_recordings_meet_in_an_order_that_is_always_the_same(tmp_path):
@@ -129,6 +163,9 @@ def test_a_damaged_clip_gives_what_can_be_decoded(tmp_path):
     assert found == sorted(set(found))  # no frame is taken for another
     assert stream.account.rejected.keys() == {"damaged"}
     assert stream.account.is_balanced
+    events = stream.take_events()
+    assert len(events) == min(MAX_NAMED, stream.account.rejected.total())
+    assert all(event.startswith("rejected: a frame of the video cannot be used, damaged: ") for _, event in events)
     clip.write_bytes(b"junk" * 100)
     with pytest.raises(UserError, match="cannot play"):
         open_stream(clip)
@@ -430,7 +467,8 @@ def test_a_stop_while_there_is_no_frame(camera):
         ("watch:", "needs a directory"),
         ("watch:.?tracks=folder", "tracks is 'folder': use name"),
         ("http://127.0.0.1:1/#tracks=name", "tracks=name is for watch: and folder:"),
-        ("video:nowhere.mp4", "cannot play 'nowhere.mp4'"),
+        ("video:nowhere.mp4", "no file nowhere.mp4: give a video file"),
+        ("http://127.0.0.1:1/#passes=2", "passes=2 is for recordings, http has no end"),
         ("http://127.0.0.1:1/?fps=0", "fps is 0"),
         ("http://127.0.0.1:1/#every=0", "every is 0"),
         ("http://127.0.0.1:1/#timeout=-1", "timeout is -1"),
@@ -438,7 +476,7 @@ def test_a_stop_while_there_is_no_frame(camera):
         ("http://127.0.0.1:1/#overload=maybe", "overload is 'maybe'"),
         ("http://127.0.0.1:1/#stc=5", "has no option 'stc'"),
         ("rtsp://u:secret@127.0.0.1:1/#size=1", "size is 1"),
-        ("list:nowhere.txt", "no file 'nowhere.txt'"),
+        ("list:nowhere.txt", "no file nowhere.txt: a list has a source on each line"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(source, told, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 import os
+from importlib.metadata import metadata
 
 import pytest
+import torch
 
+from streamclr.base import extras
 from streamclr.runs.doctor.machine import GIB, Machine
 
 
@@ -96,4 +99,17 @@ def test_this_machine(tmp_path):
     machine = Machine.here(tmp_path)
     assert machine.disk_free > 0
     assert machine.n_cores > 0
-    assert machine.extras.keys() == {"video"}
+    assert machine.extras.keys() == set(metadata("streamclr").get_all("Provides-Extra")) - {"dev"}
+
+
+def test_each_extra_is_there_or_said_how_to_get(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "streamclr.runs.doctor.machine.extras", lambda: {"video": ["no-such-package"], "x": ["torch>=2"]}
+    )
+    assert facts(system(tmp_path))["extras"] == (
+        f"x (torch {torch.__version__}); no video: pip install -c constraints.txt -e '.[video]'"
+    )
+    monkeypatch.setattr(extras, "is_clone", lambda: False)  # an installed wheel has no constraints
+    assert facts(system(tmp_path))["extras"].endswith("; no video: pip install av")
+    assert extras.how_to_install("export") == "pip install onnx onnxscript onnxruntime"
+    assert extras.how_to_install("fleet").startswith("pip install 'flwr[simulation]<")

@@ -217,6 +217,12 @@ def test_what_several_ranks_cannot_do(tmp_path, monkeypatch, options, told):
         prepare(RunOptions(**asked), Two())
 
 
+def test_several_ranks_ask_nobody_unless_they_are_told(tmp_path):
+    source = f"folder:{make_folder(tmp_path / 'images', 40, 8) / 'ant'}"  # without labels
+    assert prepare(RunOptions(source=source, buffer=8, width=1))[0].label_budget == "40"
+    assert prepare(RunOptions(source=source, buffer=8, width=1), Two())[0].label_budget is None
+
+
 def test_torchrun_is_for_run_alone(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from support.camera import write_two_scenes
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -43,28 +45,6 @@ def test_its_numbers_are_those_of_the_experiments():
 def test_it_has_the_five_commands():
     first_words = [shlex.split(line)[:2] for block in COMMANDS for line in block.splitlines()]
     assert [words[1] for words in first_words] == ["run", "label", "predict", "export", "predict"]
-
-
-def write_two_scenes(path, n=120, side=96):
-    """A clip of two scenes that a person tells apart at a glance: a red disc that moves, then a blue square."""
-    import av
-
-    y, x = np.mgrid[:side, :side]
-    rng = np.random.default_rng(0)
-    ground = rng.integers(60, 160, (side // 8, side // 8, 1)).repeat(8, 0).repeat(8, 1)
-    ground = ground + rng.integers(-9, 10, ground.shape)  # rows that repeat would be taken for a smear
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=30)
-        stream.width = stream.height = side
-        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
-        for i in range(n):
-            frame = ground.repeat(3, 2).astype(np.uint8)
-            if i < n // 2:
-                frame[(x - 24 - 0.8 * i) ** 2 + (y - 48) ** 2 < 500] = (230, 30, 30)
-            else:
-                frame[np.maximum(abs(x - 48), abs(y - 24 - 0.8 * (i - n // 2))) < 20] = (30, 30, 230)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
 
 
 class Person:
@@ -126,7 +106,7 @@ def follow(directory, environment):
 
 
 def check(directory, printed):
-    assert "label: streamclr label runs/clip" in printed[0]
+    assert "next: streamclr label runs/clip (about 2 minutes)" in printed[0]
     rows = printed[2].splitlines()
     assert rows[0].split() == ["image", "class", "probability"]
     assert len(rows) == 121

@@ -4,7 +4,9 @@ import html.parser
 import pytest
 
 from streamclr import UserError
+from streamclr.base.plots import line_plot
 from streamclr.base.table import Table
+from streamclr.cli.entry import main
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.report import results_table, write_report
 from streamclr.runs.run import run
@@ -68,6 +70,29 @@ def test_names_that_mean_something_to_a_formatter(config, tmp_path, capsys):
     assert "$a_{$" in page
     results_table([(path.name, RunDirectory(path))]).print()
     assert "[red]$x_{$" in capsys.readouterr().out
+
+
+def test_a_run_without_labels_has_no_empty_column_and_no_line_through_two_points(config, tmp_path, capsys):
+    unlabelled = dataclasses.replace(config, source=f"folder:{tmp_path / 'images' / 'ant'}", stc=None, images=16)
+    path, results = run(unlabelled)
+    assert results["steps"] == 2
+    page = write_report([path], tmp_path / "report.html").read_text()
+    assert "Accuracy" not in page
+    assert "linear probe" not in page
+    assert "NT-Xent loss" in page
+    assert f"Next: <code>streamclr label {path} (about 2 minutes)</code>" in page
+    table = results_table([(path.name, RunDirectory(path))])
+    assert (table.title, table.head) == ("Runs", ["run", "images", "seconds"])
+    drawn = {n: line_plot("", [("", [(i, i) for i in range(n)])]) for n in (2, 3)}
+    assert ["stroke: #1f77b4; stroke-width: 1.5" in drawn[n] for n in (2, 3)] == [False, True]
+    assert main(["report", str(path), "--out", str(tmp_path / "report.html")]) == 0  # a report may be written anew
+    (tmp_path / "notes.html").write_text("<html>my notes</html>")
+    capsys.readouterr()
+    assert main(["report", str(path), "--out", str(tmp_path / "notes.html")]) == 2
+    assert "notes.html exists already and is no report: give another --out" in capsys.readouterr().err
+    assert (tmp_path / "notes.html").read_text() == "<html>my notes</html>"
+    assert main(["report", str(path), "--out", str(tmp_path)]) == 2
+    assert "is a directory: give a file, as --out" in capsys.readouterr().err
 
 
 def test_nothing_to_report(tmp_path):

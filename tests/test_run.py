@@ -213,6 +213,7 @@ def test_fine_tuning_starts_from_the_given_weights(config, tmp_path):
         ({"label_budget": "20", "label_disk": "19K"}, "budget is 20 images, and 19K of disk holds 19 of 16 px"),
         ({"label_budget": "1%", "label_disk": "1K"}, "1K of disk holds 0 of 16 px: use a larger --label-disk"),
         ({"label_budget": "1%", "label_disk": "lots"}, "label_disk is 'lots': write a size"),
+        ({"source": "synthetic:", "images": 0}, "images is 0: use at least 1"),
     ],
 )
 def test_bad_configurations_leave_nothing_behind(config, tmp_path, change, told):
@@ -224,20 +225,40 @@ def test_bad_configurations_leave_nothing_behind(config, tmp_path, change, told)
 
 @pytest.mark.parametrize(
     ("budget", "images", "epoch", "asked"),
-    [("10%", 50, 40, "4"), ("10%", 20, 40, "2"), ("7", 50, 40, "7"), ("10%", 1000, None, "100"), ("1%", 20, 40, "1")],
-)
+    [("10%", 5000, 4000, "400"), ("10%", 2000, 4000, "200"), ("7", 50, 40, "7"), ("10%", 1000, None, "100"),
+     ("1%", 600, None, "50"), ("1%", 20, 40, "20")],
+)  # fmt: skip
 def test_a_label_budget_is_a_number_where_the_stream_has_an_end(config, budget, images, epoch, asked):
     """A share is of one pass over the images: the second shows nothing new."""
-    stream = SimpleNamespace(epoch=epoch, n_images=None, live=False, size=16, in_time=False)
+    stream = SimpleNamespace(epoch=epoch, n_images=None, live=False, size=16, in_time=False, train=None)
     filled = resolve(dataclasses.replace(config, label_budget=budget, images=images), stream)
     assert filled.label_budget == asked
     assert resolve(filled, stream) == filled  # as it is when the run goes on
 
 
 def test_a_label_budget_of_a_stream_without_an_end_stays_a_share(config):
-    stream = SimpleNamespace(epoch=None, n_images=None, live=True, size=16, in_time=True)
+    stream = SimpleNamespace(epoch=None, n_images=None, live=True, size=16, in_time=True, train=None)
     assert resolve(dataclasses.replace(config, label_budget="1%", images=None), stream).label_budget == "1%"
     assert resolve(dataclasses.replace(config, label_budget="500", images=None), stream).label_budget == "500"
+
+
+@pytest.mark.parametrize(
+    ("options", "epoch", "train", "asked"),
+    [
+        ({}, None, None, "200"),
+        ({"images": 30}, None, None, "30"),
+        ({"images": 3000}, 40, None, "40"),
+        ({"label_disk": "19K"}, None, None, "19"),
+        ({"label_budget": "off"}, None, None, None),
+        ({}, 40, "labelled images", None),
+        ({"label_budget": "7"}, 40, "labelled images", "7"),
+    ],
+)
+def test_a_run_without_labels_asks_a_person_and_is_never_refused_for_that(config, options, epoch, train, asked):
+    stream = SimpleNamespace(epoch=epoch, n_images=None, live=True, size=16, in_time=True, train=train)
+    plan = resolve(dataclasses.replace(config, **{"images": None} | options), stream)
+    assert plan.label_budget == asked
+    assert resolve(plan, stream) == plan
 
 
 def test_no_room_for_the_label_queue_leaves_nothing_behind(config, tmp_path, monkeypatch):
@@ -248,6 +269,10 @@ def test_no_room_for_the_label_queue_leaves_nothing_behind(config, tmp_path, mon
     with pytest.raises(UserError, match="no room for 40 candidates"):
         run(dataclasses.replace(config, label_budget="2"))
     assert not (tmp_path / "run").exists()
+    unlabelled = f"folder:{tmp_path / 'images' / 'ant'}"  # nobody has asked for questions: it is no reason not to learn
+    path, _ = run(dataclasses.replace(config, source=unlabelled, stc=None, images=20))
+    (line,) = (path / "events.jsonl").read_text().splitlines()
+    assert "no questions to a person: no room for 20 candidates" in line
 
 
 def test_a_loss_that_is_not_finite_leaves_no_results(config, tmp_path):

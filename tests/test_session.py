@@ -20,13 +20,15 @@ from streamclr.labelling.candidates import read_clips
 from streamclr.labelling.session import N_AHEAD, N_ALIKE, LabelSession, wilson
 from streamclr.labelling.store import Labels
 from streamclr.labelling.worker import Worker
+from streamclr.learner import Learner
 from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Pace
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.records.options import RunOptions
+from streamclr.runs.next_step import next_step
 from streamclr.runs.run import run
 from support.images import make_folder
-from support.labelling import COLOURS, SIZE, colours, finish, keys, make_run, opened, reach
+from support.labelling import COLOURS, SIZE, colours, encoder, finish, keys, make_run, opened, reach
 from support.waiting import until
 
 
@@ -72,7 +74,7 @@ def test_a_run_without_a_label_queue_says_how_to_have_one(tmp_path):
         LabelSession(RunDirectory(make_run(tmp_path / "run", budget=None)))
 
 
-@pytest.mark.parametrize(("budget", "n"), [("30", 30), ("1", 1), ("90", 90), ("200", 90), ("10%", 9), ("0.1%", 1)])
+@pytest.mark.parametrize(("budget", "n"), [("30", 30), ("1", 1), ("90", 90), ("200", 90), ("60%", 54), ("0.1%", 50)])
 def test_as_many_are_asked_about_as_the_budget_says(tmp_path, budget, n):
     """A share is of what was seen so far, in a stream without an end."""
     one = opened(make_run(tmp_path / "run", budget=budget))
@@ -81,13 +83,13 @@ def test_as_many_are_asked_about_as_the_budget_says(tmp_path, budget, n):
 
 
 def test_the_budget_grows_with_a_stream_that_has_no_end(tmp_path):
-    path = make_run(tmp_path / "run", images=colours(40), budget="20%", finished=False, step=1)
+    path = make_run(tmp_path / "run", images=colours(40), budget="80%", finished=False, step=1)
     one = opened(path)
-    assert len(keys(one)) == 8
+    assert len(keys(one)) == 40
     one.labels.answer("answer-1", "unsure", keys(one)[:3])
-    make_run(path, budget="20%", finished=False, step=2)
+    make_run(path, budget="80%", finished=False, step=2)
     one.prepare()
-    assert len(keys(one)) == 18
+    assert len(keys(one)) == 72
     assert one.labels.answers().keys() < set(keys(one))
 
 
@@ -175,7 +177,7 @@ def test_where_the_guards_take_all_frames_for_lies_a_person_is_asked(tmp_path):
 def test_a_run_that_is_still_learning_is_asked_about_with_its_last_checkpoint(tmp_path):
     path = make_run(tmp_path / "run", finished=False)
     one = LabelSession(RunDirectory(path))
-    with pytest.raises(UserError, match=r"^no encoder yet: [^\n]*$"):
+    with pytest.raises(UserError, match=r"/run has no encoder yet, [^\n]*: start it again[^\n]*$"):
         one.prepare()
     assert not one.state()["ready"]
     reach(path, 3)
@@ -509,7 +511,7 @@ def test_who_opens_the_page_again_has_the_newest_encoder_and_keeps_the_questions
     assert one.heads.load().classes == ["red", "green", "blue"]
 
 
-def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_path, monkeypatch):
+def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_path, monkeypatch, capsys):
     """The final encoder is read, and then something fails."""
     path = make_run(tmp_path / "run", finished=False, step=1)
     one = opened(path)
@@ -526,11 +528,78 @@ def test_a_classifier_is_never_told_to_be_of_an_encoder_that_it_is_not_of(tmp_pa
         with pytest.raises(OSError, match="Input/output error"):
             one.prepare()
     one.train()
-    with pytest.raises(UserError, match=r"is for the encoder of step 1, .*: streamclr label train"):
-        one.heads.load()
+    capsys.readouterr()
+    earlier = one.heads.load()  # it was kept beside the classifier
+    assert "classifier is for the encoder of step 1, and the run has learned on to the fini" in capsys.readouterr().err
+    own = encoder(path, 1).state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in earlier.model.state_dict().items())
     one.prepare()
     one.train()
-    assert one.heads.load().classes == ["red", "green", "blue"]
+    final = encoder(path).state_dict()
+    assert all(torch.equal(tensor, final[name]) for name, tensor in one.heads.load().model.state_dict().items())
+    assert not one.heads.encoder_file.exists()
+    assert not capsys.readouterr().err
+
+
+def test_the_worker_asks_more_when_all_is_answered_and_the_run_has_seen_more(tmp_path, working):
+    """The page was opened a few seconds after the start of the run."""
+    path = make_run(tmp_path / "run", images=colours(4), finished=False)
+    RunDirectory(path).save_first_model(encoder(path))
+    one = LabelSession(RunDirectory(path))
+    worker = working(one)
+    until(lambda: len(one.questions) == 4)
+    assert one.model_of == "the encoder of step 0"
+    make_run(path, finished=False)
+    answered = keys(one)
+    one.labels.answer("answer-1", "unsure", answered[:3])
+    worker.wake()
+    until(lambda: one.trained_on == (1, {}))
+    assert keys(one) == answered  # nothing is replaced under the hand of somebody who answers
+    one.labels.answer("answer-2", "skip", answered[3:])
+    worker.wake()
+    until(lambda: len(one.questions) == 30)
+    assert set(answered) < set(keys(one))
+    one.labels.answer("answer-3", "unsure", keys(one))
+    assert not one.runs_out  # the budget is used up
+
+
+def test_a_run_that_has_only_begun_is_labelled_and_predicts(tmp_path, monkeypatch, capsys):
+    """Before its first step is done, and after the run went on from there."""
+    source = f"folder:{make_folder(tmp_path / 'images', 160, 8, classes=('ant',)) / 'ant'}"  # without labels
+    config = RunOptions(source=source, buffer=8, width=1, out=str(tmp_path / "run"))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "learn_many", killed)
+        with pytest.raises(Killed):
+            run(config)
+    assert "questions are there while it learns: streamclr label" in capsys.readouterr().err
+    directory = RunDirectory(tmp_path / "run")
+    assert not directory.checkpoints.numbers()
+    with pytest.raises(UserError, match="has no classifier yet: label some images, which takes about 2 minutes"):
+        Heads(directory).load()
+    one = opened(directory.path)
+    assert len(one.questions) == 8  # of the first segment
+    for row, name in enumerate(("large", "small")):
+        one.labels.add_class(name)
+        one.labels.answer(f"answer-{row}", "label", keys(one)[row::2], row + 1)
+    one.train()
+    assert one.heads.load().classes == ["large", "small"]
+    one.close()
+    path, _ = run(config)
+    assert not (path / "first.safetensors").exists()
+    capsys.readouterr()
+    assert Heads(directory).load().classes == ["large", "small"]
+    assert "is for the encoder of step 0, and the run has learned on" in capsys.readouterr().err
+    assert next_step(directory) == f"streamclr label train {path} (the encoder has learned on since)"
+    again = opened(path, choose_anew=False)
+    again.train()
+    assert next_step(directory) == f"streamclr predict {path} --source …"
 
 
 def test_the_worker_outlives_a_full_disk(session, working, monkeypatch):

@@ -2,6 +2,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from streamclr import UserError
 from streamclr.streams.cameras.feed import Feed
@@ -42,6 +43,49 @@ def test_a_source_is_found_by_what_it_is(tmp_path):
     assert split_source("-") == ("stdin", "", {})
     assert split_source("0") == ("camera", "/dev/video0", {})
     assert split_source("rtsp://camera/1?a=b#size=9") == ("rtsp", "rtsp://camera/1?a=b", {"size": "9"})
+
+
+def test_one_image_is_a_source(tmp_path):
+    for name in ("one.jpg", "TWO.PNG"):
+        Image.fromarray(np.full((20, 30, 3), 7, np.uint8)).save(tmp_path / name)
+        source = open_source(f"{tmp_path / name}?size=8")
+        assert (source.n_images, source.images(np.arange(1)).shape) == (1, (1, 3, 8, 8))
+        assert source.file(0) == str(tmp_path / name)
+    assert absolute_source(str(tmp_path / "one.jpg")) == f"folder:{tmp_path}/one.jpg"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("dgo.mp4", "no file dgo.mp4: did you mean dog.mp4?"),
+        ("DOG.MP4", "no file DOG.MP4: did you mean dog.mp4?"),
+        ("dog.mkv", "no file dog.mkv: did you mean dog.mp4?"),
+        ("video:dgo.mp4", "no file dgo.mp4: did you mean dog.mp4?"),
+        ("sings/dog.mp4", "no file sings/dog.mp4: there is no directory sings"),
+        ("signs/stp.png", "no file signs/stp.png: did you mean signs/stop.png?"),
+        ("one.jpg", "no file one.jpg: give one that exists"),
+        ("cameras.txt", "no file cameras.txt: give one that exists"),
+        ("folder:sings", "no directory 'sings': did you mean signs?"),
+        ("watch:sings", "no directory 'sings': did you mean signs?"),
+        ("sings", "it is not a file, a directory, a camera (0, rtsp://…) or a dataset; did you mean signs?"),
+        ("cifar01", "did you mean 'cifar10'? use synthetic, "),
+        ("signs/*.jpg", "no file matches 'signs/*.jpg': look into signs, it has 2 .png, 1 .csv"),
+        ("sings/*.jpg", "no file matches 'sings/*.jpg': look into sings"),
+        (
+            "signs/labels.csv",
+            "signs/labels.csv is no file that can be read as images: give a directory, a video (.avi, ",
+        ),
+    ],
+)
+def test_what_is_not_there_is_said_with_what_was_meant(source, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "signs").mkdir()
+    for name in ("dog.mp4", "signs/stop.png", "signs/go.png", "signs/labels.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError) as error:
+        open_source(source)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_absolute_source(tmp_path, monkeypatch):

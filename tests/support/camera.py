@@ -50,6 +50,28 @@ def write_clip(path, n=60, fps=30, size=64, codec="mpeg4"):
     return path
 
 
+def write_two_scenes(path, n=120, side=96):
+    """A clip of two scenes that a person tells apart at a glance: a red disc that moves, then a blue square."""
+    import av
+
+    y, x = np.mgrid[:side, :side]
+    rng = np.random.default_rng(0)
+    ground = rng.integers(60, 160, (side // 8, side // 8, 1)).repeat(8, 0).repeat(8, 1)
+    ground = ground + rng.integers(-9, 10, ground.shape)  # rows that repeat would be taken for a smear
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=30)
+        stream.width = stream.height = side
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+        for i in range(n):
+            frame = ground.repeat(3, 2).astype(np.uint8)
+            if i < n // 2:
+                frame[(x - 24 - 0.8 * i) ** 2 + (y - 48) ** 2 < 500] = (230, 30, 30)
+            else:
+                frame[np.maximum(abs(x - 48), abs(y - 24 - 0.8 * (i - n // 2))) < 20] = (30, 30, 230)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
 class HeldPort:
     """A port of this machine that nobody else is given, whether somebody listens at it at the moment or not."""
 

@@ -1,5 +1,6 @@
 """Files that are written completely or not at all, JSON, checksums and locks; needs no torch."""
 
+import difflib
 import fcntl
 import hashlib
 import json
@@ -33,6 +34,26 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def near(path: str | Path) -> str:
+    """For an error about a path that is not there: the part of it that is missing, or a name that was meant."""
+    path = Path(path).expanduser()
+    if path.is_file():
+        return f"{path} is a file"
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    if len(missing) > 1:
+        return f"there is no directory {missing[-1]}"
+    try:
+        names = [place.name for place in path.parent.iterdir() if not place.name.startswith(".")]
+    except OSError:  # a file, or not for this user
+        return ""
+    # Not by letters alone: who writes dog.mp4 for DOG.MP4 or dog.mkv means that one.
+    plain = {name.lower(): name for name in sorted(names, reverse=True)}
+    stems = {Path(name).stem.lower(): name for name in sorted(names, reverse=True)}
+    same = plain.get(path.name.lower()) or stems.get(path.stem.lower())
+    close = [same] if same else difflib.get_close_matches(path.name, names, 1)
+    return f"did you mean {path.parent / close[0]}?" if close else ""
 
 
 def json_line(content: dict[str, Any]) -> str:

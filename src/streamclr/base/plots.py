@@ -22,7 +22,8 @@ def line_plot(title: str, series: Sequence[tuple[str, Sequence[tuple[float, floa
                 width = max(1, len(y) // 100)
                 smooth = np.convolve(y, np.ones(width) / width, "valid")
                 label, marker = name.replace("$", r"\$"), "o" if len(points) < 40 else None
-                axes.plot(x[width - 1 :], smooth, label=label, marker=marker, ms=3, lw=1.5)
+                line = "-" if len(points) > 2 else "none"  # two points are no curve
+                axes.plot(x[width - 1 :], smooth, ls=line, label=label, marker=marker, ms=3, lw=1.5)
         axes.set_xlabel("images seen")
         axes.grid(alpha=0.3)
         if sum(bool(points) for _, points in series) > 1:

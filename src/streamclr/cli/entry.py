@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from streamclr.base.errors import QuietExit, Stopped, UserError
+from streamclr.base.extras import is_clone
 from streamclr.base.options import redacted
 from streamclr.base.progress import passing, say
 from streamclr.cli.parser import parse
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:  # a device may have only numpy and Pillow, enough to predict with ONNX
         if error.name not in CORE_PACKAGES:
             raise
-        print(f"streamclr: this needs {error.name}: pip install -c constraints.txt -e .", file=sys.stderr)
+        how = "pip install -c constraints.txt -e ." if is_clone() else f"pip install {error.name}"
+        print(f"streamclr: this needs {error.name}: {how}", file=sys.stderr)
         return 2
     except QuietExit as silent:
         return silent.exit_code

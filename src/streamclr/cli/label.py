@@ -11,6 +11,7 @@ from streamclr.base.table import percent
 from streamclr.labelling.exchange import export_labels, import_labels
 from streamclr.labelling.session import LabelSession, Training
 from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.records.label_budget import N_ASKED
 from streamclr.runs.assemble import public_model
 from streamclr.stage_two import KINDS
 from streamclr.web.server import PageOptions, ServeOptions, serve
@@ -45,7 +46,7 @@ class LabelFileOptions:
 def page_command(config: LabelPageOptions) -> None:
     directory = RunDirectory.existing(config.run)
     if directory.config.label_budget is None:
-        raise UserError(f"{directory.path} has no label queue: run with --label-budget 1%")
+        raise UserError(f"{directory.path} has no label queue: run with --label-budget {N_ASKED}")
     serve(ServeOptions(config.port, config.host, config.allow_host, runs=(config.run,)), page="/label/{run}")
 
 
@@ -82,7 +83,7 @@ def _questions_of(run: str) -> Iterator[LabelSession]:
 
 def _tell(trained: Training | None, session: LabelSession, run: str) -> None:
     if trained is None:
-        print("no classifier yet: the labels are of fewer than two classes")
+        print(f"no classifier yet: the labels are of fewer than two classes; next: streamclr label {run}")
         return
     accuracy = "" if trained.accuracy is None else f", {percent(trained.accuracy)} right on labels held back"
     if told := session.message or trained.why:

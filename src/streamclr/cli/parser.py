@@ -140,7 +140,10 @@ class CommandParser(Parser):
             allowed = [flag(field.name) for field in fields if not field.metadata["positional"]]
             raise UserError(f"no option {unknown[0]!r} in {self.prog}{self._hint(unknown[0].split('=')[0], allowed)}")
         if unknown:
-            raise UserError(f"unexpected {unknown[0]!r}: write {self.usage} (see {self.prog} --help)")
+            how = f"write {self.usage}"
+            if "source" in vars(given) and os.path.exists(unknown[0]):  # a pattern that the shell has expanded, perhaps
+                how = "a command has one --source: a file, a directory, or a pattern in quotes as 'signs/*.jpg'"
+            raise UserError(f"unexpected {unknown[0]!r}: {how} (see {self.prog} --help)")
         values = {n: options.convert(v, hints[n], flag(n)) for n, v in vars(given).items() if v is not None}
         return argparse.Namespace(prog=self.prog, function=self.command.function, config=config(**values)), []
 

@@ -16,7 +16,8 @@ from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.choose import choose, command
 from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose, suggest
 from streamclr.runs.evaluation import evaluate_run
-from streamclr.runs.report import results_table, write_report
+from streamclr.runs.next_step import next_step
+from streamclr.runs.report import is_report, results_table, write_report
 from streamclr.runs.run import run
 from streamclr.sweeps.compare import CompareOptions, compare, demo
 
@@ -55,9 +56,9 @@ def run_command(config: RunCommandOptions) -> None:
     _show_results(directory, results)
     if not results["labels"]:
         print("no classifier yet: the stream has no labelled test images")
-    if directory.config.label_budget is not None:
-        print(f"label: streamclr label {path}")
     print(f"report: {path / 'report.html'}")
+    if then := next_step(directory):
+        print(f"next: {then}")
 
 
 def eval_command(config: EvalOptions) -> None:
@@ -91,6 +92,10 @@ def _show_results(directory: RunDirectory, results: dict[str, Any]) -> None:
 def report_command(config: ReportOptions) -> None:
     paths = [RunDirectory.existing(path).path for path in config.runs]
     out = Path(config.out) if config.out else (paths[0] if len(paths) == 1 else Path()) / "report.html"
+    if out.is_dir():
+        raise UserError(f"{out} is a directory: give a file, as --out {out / 'report.html'}")
+    if out.is_file() and not is_report(out):
+        raise UserError(f"{out} exists already and is no report: give another --out, nothing else is overwritten")
     print(f"report: {write_report(paths, out, title=', '.join(path.name for path in paths))}")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
 from streamclr.base.progress import quiet
 from streamclr.encoders.inference import inference_mode
 
@@ -144,7 +145,7 @@ def _hugging_face(name: str, place: str, pretrained: bool) -> nn.Module:
         with quiet():
             from transformers import AutoConfig, AutoModel
     except ImportError as error:
-        raise UserError(f"{name} needs transformers ({_line(error)}): {install('hf')}") from None
+        raise UserError(f"{name} needs transformers ({_line(error)}): {how_to_install('hf')}") from None
     directory = Path(place) if Path(place).is_dir() else _from_hub(name, place)
     if not (directory / "config.json").is_file():
         raise UserError(f"{name} is no model of transformers: {directory} has no config.json")
@@ -262,7 +263,3 @@ def _of_function(name: str) -> nn.Module:
     if not isinstance(encoder, nn.Module):
         raise UserError(f"{name} returns a {type(encoder).__name__}: return a torch.nn.Module, images to features")
     return encoder
-
-
-def install(extra: str) -> str:
-    return f"pip install -c constraints.txt -e '.[{extra}]'"

@@ -126,7 +126,7 @@ def drops_out(options: SimulateOptions, round_: int, device: int) -> bool:
 
 def _labelled(images: Images, options: SimulateOptions, device: int) -> LabelledImages:
     """A draw of the device's images, as if somebody had labelled them."""
-    n = 0 if options.labels is None else LabelBudget.parse(options.labels).of(len(images))
+    n = 0 if options.labels is None else LabelBudget.parse(options.labels).of(len(images), least=1)
     numbers = np.random.default_rng([options.seed, device]).permutation(len(images))[:n]
     names = [images.classes[label] for label in images.labels[numbers].tolist()]
     return LabelledImages(torch.from_numpy(images.images(numbers)) if n else torch.empty(0), names)

@@ -25,8 +25,8 @@ from streamclr.labelling.order import asking_order
 from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.labelling.store import Answer, Labels, Question
 from streamclr.models.heads import PUBLIC, Heads
-from streamclr.records.directory import RunDirectory
-from streamclr.records.label_budget import LabelBudget
+from streamclr.records.directory import FINISHED, RunDirectory
+from streamclr.records.label_budget import N_ASKED, LabelBudget
 from streamclr.scenes import SPREAD_WEIGHT
 from streamclr.stage_two import KINDS, Chosen, Unlabelled, choose_classifier, cross_validate, fit_linear
 
@@ -61,7 +61,7 @@ class LabelSession:
 
     def __init__(self, directory: RunDirectory):
         if directory.config.label_budget is None:
-            raise UserError(f"{directory.path} has no label queue: run with --label-budget 1%")
+            raise UserError(f"{directory.path} has no label queue: run with --label-budget {N_ASKED}")
         self.directory, self.heads = directory, Heads(directory)
         self.labels = Labels(directory.path / "labels.sqlite")
         self.message = ""  # what is under way, or why nothing can be asked
@@ -83,6 +83,13 @@ class LabelSession:
         """Whether fewer questions were chosen than the budget allows: the run may have seen more frames since."""
         budget = LabelBudget.parse(self.directory.config.label_budget or "1").images
         return budget is not None and len(self.labels.questions()) < budget
+
+    @property
+    def runs_out(self) -> bool:
+        """Whether all questions are answered though the budget allows more, and the run may have seen more frames."""
+        answers = self.labels.answers()
+        left = any(question.key not in answers for question in self.questions)
+        return not left and self.is_short and self.directory.newest_encoder() != FINISHED
 
     def prepare(self, choose_anew: bool = True) -> None:
         """Choose the questions with the newest encoder and compute their features.
@@ -274,6 +281,8 @@ class LabelSession:
         encoder = PUBLIC if chosen.is_public else self.model_of
         n_labels = trained.n_labels
         n_tested = chosen.n_held_back if is_asked else None
+        if chosen.model is None and self._model is not None:
+            self.heads.keep_encoder(self._model, encoder)
         parts = chosen.head, classes, encoder, n_labels, accuracy, n_tested, chosen.kind, chosen.model, trained.n_spread
         self.heads.save_labelled(*parts)
         if accuracy is not None:

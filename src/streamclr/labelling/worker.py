@@ -42,7 +42,7 @@ class Worker:
         looked = -math.inf
         while not self._ends:
             try:
-                if self._opened or time.monotonic() - looked > LOOK_EVERY_SECONDS:
+                if self._opened or self.session.runs_out or time.monotonic() - looked > LOOK_EVERY_SECONDS:
                     looked = time.monotonic()
                     self._prepare_if_due()
                 if self.session.is_behind():
@@ -53,18 +53,20 @@ class Worker:
             self._wake.clear()
 
     def _prepare_if_due(self) -> None:
-        """Prepare while there are no questions, and with a new encoder when the run has ended or somebody opens the
-        page. Questions that another process has chosen are taken over."""
+        """Prepare while there are no questions, with a new encoder when the run has ended or somebody opens the page,
+        and from the frames that have come when all is answered. Questions that another process has chosen are taken
+        over."""
         session, opened = self.session, self._opened
         if opened:  # else a page that is opened right now would be missed
             self._opened = False
         try:
             newest = session.directory.newest_encoder()
             is_new = newest not in (None, session.model_of) or self._held_back
-            if not session.questions or (is_new and (opened or newest == FINISHED)):
+            runs_out = session.runs_out
+            if not session.questions or runs_out or (is_new and (opened or newest == FINISHED)):
                 in_use = bool(session.questions) and newest != FINISHED and session.labels.quiet() < SESSION_SECONDS
-                session.prepare(choose_anew=not in_use)
-                self._held_back = in_use
+                session.prepare(choose_anew=runs_out or not in_use)
+                self._held_back = in_use and not runs_out
             elif session.questions != session.labels.questions():
                 session.prepare(choose_anew=False)
         except FAILURES as error:

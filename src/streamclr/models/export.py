@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
 from streamclr.base.files import write_bytes, write_json
 from streamclr.base.options import argument, one_of, option
 from streamclr.base.progress import say
@@ -84,7 +85,8 @@ def export(
         buffer, n_seen, n_steps = directory.load_buffer()["images"], results["images"], results.get("steps")
     else:
         buffer, n_seen, n_steps = learner["buffer"]["images"], learner["buffer"]["n_seen"], learner["n_steps"]
-    about = describe(directory, head, head.state if head.has_encoder else encoder, n_seen, n_steps, int8)
+    is_own = head.has_encoder or head.file == heads.labelled_file
+    about = describe(directory, head, head.state if is_own else encoder, n_seen, n_steps, int8)
     tested = images_to_test(directory)
     images = torch.cat([buffer, tested])
     content = kind.make(classifier, about, Calibration.of(buffer, pure) if int8 else None)
@@ -214,7 +216,7 @@ def _checked(format: str, int8: bool, pure: bool) -> Format:
     if pure and not int8:
         raise UserError("--pure is for --int8: give both, or neither")
     if missing := [name for name in kind.packages if not find_spec(name)]:
-        raise UserError(f"{format} needs {', '.join(missing)}: pip install -c constraints.txt -e '.[{kind.extra}]'")
+        raise UserError(f"{format} needs {', '.join(missing)}: {how_to_install(kind.extra)}")
     return kind
 
 

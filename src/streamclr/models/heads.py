@@ -9,6 +9,7 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.files import read_json, write_json
+from streamclr.base.progress import say
 from streamclr.base.tensors import load_metadata, load_tensors, save_tensors, tensor_names
 from streamclr.classifier import Classifier, Head
 from streamclr.encoders.projection import ContrastiveModel
@@ -51,6 +52,7 @@ class Heads:
     def __init__(self, directory: RunDirectory):
         self.directory, self.path = directory, directory.path
         self.labelled_file = self.path / "labelled.safetensors"
+        self.encoder_file = self.path / "labelled-encoder.safetensors"  # that this head is for, while the run learns on
         self.fractions_file = self.path / "classifier.safetensors"
 
     # ------------------------------------------------------------------------------------------------------------
@@ -70,6 +72,11 @@ class Heads:
             return heads[-1], "the largest label fraction comes first"
         raise self._none()
 
+    @property
+    def _only_served(self) -> bool:
+        """Whether no other kind of head is there: `predict` works while a run with --predict learns."""
+        return self.labelled() is None and not self.by_fraction()
+
     def find(self, fraction: float | None = None) -> HeadInfo:
         """The head of a label fraction; the default unless told."""
         if fraction is None:
@@ -83,9 +90,14 @@ class Heads:
         return heads[fraction]
 
     def _none(self) -> UserError:
-        others = "".join(f"; use {head.chosen_by} for {head.name}" for head in self.all()[:1])
-        why = "its run is not finished, or its stream has no labels"
-        return UserError(f"{self.path} has no classifier: {why}{others}")
+        others = "".join(f"use {head.chosen_by} for {head.name}" for head in self.all()[:1])
+        if self.directory.config.label_budget is not None:
+            why = f"label some images, which takes about 2 minutes: streamclr label {self.path}"
+        elif self.directory.results is None:
+            why = "its run is not finished"
+        else:
+            why = "its stream has no labels, and it kept no images to ask about (--label-budget off)"
+        return UserError(f"{self.path} has no classifier yet: {others or why}")
 
     def labelled(self) -> HeadInfo | None:
         """The head from a person's answers."""
@@ -182,12 +194,18 @@ class Heads:
 
     def load(self, fraction: float | None = None, served: bool = False) -> Classifier:
         """The classifier of a label fraction, else the version that is served, else the default."""
-        if served:
+        if served or (fraction is None and self._only_served):
             version = Versions(self.directory).look()
-            if version is None:
+            if version is not None:
+                return version.classifier
+            if served:
                 raise UserError(f"{self.path} serves no version: run with --predict, and give it labels")
-            return version.classifier
-        return self.classifier(self.find(fraction))
+        info = self.find(fraction)
+        newest = self.directory.newest_encoder()
+        if info.file == self.labelled_file and not info.has_encoder and info.encoder != newest:
+            newer = f"streamclr label train {self.path} makes a newer one"
+            say(f"streamclr: this classifier is for {info.encoder}, and the run has learned on to {newest}: {newer}")
+        return self.classifier(info)
 
     def classifier(self, info: HeadInfo, newest: tuple[ContrastiveModel, str] | None = None) -> Classifier:
         """The whole classifier of a person's answers or of a label fraction, with the head's own encoder if it has one.
@@ -202,6 +220,8 @@ class Heads:
             raise UserError(f"{self.path / 'classes.json'} does not name the {n_classes} classes of {info.file}")
         if own:
             model = self.directory.model_with(own, str(info.file))
+        elif info.file == self.labelled_file and info.encoder == self._kept_encoder():
+            model = self.directory.model_with(load_tensors(self.encoder_file), str(self.encoder_file))
         else:
             model, encoder = newest or self.directory.newest_model()
             if info.file == self.labelled_file and info.encoder != encoder:
@@ -254,6 +274,21 @@ class Heads:
     def forget_labelled(self) -> None:
         """Delete the head from a person's answers: they were taken back."""
         self.labelled_file.unlink(missing_ok=True)
+        self.encoder_file.unlink(missing_ok=True)
+
+    def keep_encoder(self, model: ContrastiveModel, encoder: str) -> None:
+        """Keep the encoder that the next head is trained on beside it, so that it stays valid while the run learns on.
+
+        The finished encoder is in the run anyway.
+        """
+        if encoder == FINISHED:
+            self.encoder_file.unlink(missing_ok=True)
+        elif encoder != self._kept_encoder():
+            save_tensors(self.encoder_file, model.state_dict(), encoder=encoder)
+
+    def _kept_encoder(self) -> str | None:
+        """The state of the encoder that is kept."""
+        return load_metadata(self.encoder_file).get("encoder") if self.encoder_file.exists() else None
 
 
 def _tensors_of(head: Head, model: ContrastiveModel | None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
+from streamclr.base.files import near
 from streamclr.base.options import argument, option
 from streamclr.base.progress import Progress, say
 from streamclr.models.formats.reader import Predictor, open_exported
@@ -21,7 +22,8 @@ from streamclr.streams.cameras.feed import Feed
 from streamclr.streams.cameras.live import CameraFrames
 from streamclr.streams.datasets.images import DatasetSource, readable
 from streamclr.streams.datasets.registry import DATASETS
-from streamclr.streams.spec import Source, open_source, split_source
+from streamclr.streams.frame import SUFFIXES
+from streamclr.streams.spec import VIDEOS, Source, open_source, split_source
 
 PIXELS_AT_ONCE = 2**16  # 64 images of 32 px; more is no faster
 
@@ -92,7 +94,10 @@ def open_predictor(path: Path, fraction: float | None = None, served: bool = Fal
     if served and fraction is not None:
         raise UserError("both --served and --fraction are given: use one of them")
     if not path.is_file() and not (path / "config.json").is_file():
-        raise UserError(f"{path} is no run directory, and nothing that 'streamclr export' wrote")
+        hint = "" if path.exists() else f": {near(path) or 'there is nothing of that name'}"
+        raise UserError(f"{path} is no run directory, and nothing that 'streamclr export' wrote{hint}")
+    if path.is_file() and path.suffix.lower() in {*VIDEOS, *SUFFIXES}:
+        raise UserError(f"{path} is a source, no classifier: write streamclr predict RUN --source {path}")
     if path.is_file():
         _refuse_choice(path, fraction, served)
         return open_exported(path)

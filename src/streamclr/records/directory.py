@@ -17,7 +17,7 @@ import torch
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
-from streamclr.base.files import held, json_line, read_json, write_json
+from streamclr.base.files import held, json_line, near, read_json, write_json
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_tensors, load_weights, save_tensors
 from streamclr.compute.ranks import OneProcess
@@ -31,6 +31,8 @@ from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 
 FINISHED = "the finished encoder"
+AT_FIRST = "the encoder of step 0"
+FIRST = "first.safetensors"  # the model of step 0, so that questions can be chosen before the first checkpoint
 
 
 class RunDirectory:
@@ -145,7 +147,7 @@ class RunDirectory:
     def remove_if_empty(self) -> None:
         """Take back a run that failed before its first step; what tells or holds something stays."""
         if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
-            learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl")
+            learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl", FIRST)
             for name in (*learned, "looked-at", "status.json", "buffer.safetensors"):  # the last for whoever looked
                 (self.path / name).unlink(missing_ok=True)
             for name in ("checkpoints", "ranks"):
@@ -156,7 +158,7 @@ class RunDirectory:
     @classmethod
     def existing(cls, path: str | Path) -> "RunDirectory":
         if not (Path(path) / "config.json").is_file():
-            raise UserError(f"{path} is no run directory: it has no config.json")
+            raise UserError(f"{path} is no run directory: {_why_no_run(Path(path))}")
         return cls(Path(path))
 
     @property
@@ -195,6 +197,10 @@ class RunDirectory:
                     raise UserError(f"{journal}, line {number} is damaged ({error!r})") from None
         return steps
 
+    def save_first_model(self, model: ContrastiveModel) -> None:
+        """Before the first step of a run that asks a person: nobody has to wait for the first checkpoint."""
+        save_tensors(self.path / FIRST, model.state_dict())
+
     def save_model(self, model: ContrastiveModel) -> None:
         save_tensors(self.path / "model.safetensors", model.state_dict())
 
@@ -203,14 +209,19 @@ class RunDirectory:
         return self.model_with(load_tensors(file), str(file))
 
     def newest_model(self) -> tuple[ContrastiveModel, str]:
-        """The model of a finished run, or of the last checkpoint, and the name of its encoder's state."""
+        """The model of a finished run, of the last checkpoint or of step 0, and the name of its encoder's state."""
+        if self.newest_encoder() == AT_FIRST:
+            return self.model_with(load_tensors(self.path / FIRST), FIRST), AT_FIRST
         learner, name = self.newest_learner()
         return self.load_model() if learner is None else self.model_with(learner["model"], name), name
 
     def newest_encoder(self) -> str | None:
-        """The name of the state that `newest_learner` would give; None if there is none yet."""
-        numbers = self.checkpoints.numbers()
-        return FINISHED if self.results is not None else f"the encoder of step {numbers[-1]}" if numbers else None
+        """The name of the state that `newest_model` would give; None if there is none yet."""
+        if self.results is not None:
+            return FINISHED
+        if numbers := self.checkpoints.numbers():
+            return f"the encoder of step {numbers[-1]}"
+        return AT_FIRST if (self.path / FIRST).exists() else None
 
     def newest_learner(self) -> tuple[dict[str, Any] | None, str]:
         """That of the last checkpoint, none of a finished run, and the name of its encoder's state."""
@@ -218,7 +229,8 @@ class RunDirectory:
             return None, FINISHED
         found = self.checkpoints.latest()
         if found is None:
-            raise UserError(f"no encoder yet: the first checkpoint of {self.path.name} is to come")
+            again = "try again in a minute" if self.is_learning else "start it again with the same options"
+            raise UserError(f"{self.path} has no encoder yet, its run ended or is before the first checkpoint: {again}")
         return found[1]["learner"], f"the encoder of step {found[0]}"
 
     @property
@@ -252,6 +264,7 @@ class RunDirectory:
 
     def save_results(self, results: dict[str, Any]) -> None:
         write_json(self.path / "results.json", results)
+        (self.path / FIRST).unlink(missing_ok=True)
 
 
 class RankDirectory(RunDirectory):
@@ -281,6 +294,18 @@ def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
         first = RunDirectory.of(plan) if ranks.index == 0 else None
     path = ranks.collect(first and os.path.abspath(first.path))[0]
     return RankDirectory(Path(path), ranks.index) if first is None else first
+
+
+def _why_no_run(path: Path) -> str:
+    """And what to give instead."""
+    if path.is_file():
+        return "it is a file; `streamclr run SOURCE --out DIR` makes a run directory"
+    if not path.exists():
+        return near(path) or "there is nothing of that name; `streamclr run SOURCE --out DIR` makes one"
+    inside = [place for place in sorted(path.iterdir()) if (place / "config.json").is_file()] if path.is_dir() else []
+    if inside:
+        return f"but it has some in it, give one: {', '.join(map(str, inside[:5]))}{' …' * (len(inside) > 5)}"
+    return "it has no config.json"
 
 
 # Options that change where and how a run is kept, not what it learns.

@@ -10,6 +10,8 @@ from streamclr.base.errors import UserError
 CLIP = 8  # consecutive frames that are kept together: an answer to one of them counts for those of the same scene
 N_CANDIDATES_EACH = 8  # clips for every image that is asked about, where the disk has room for them
 MIN_CANDIDATES_EACH = 2  # with fewer, clips are shorter
+N_ASKED = 200  # of a stream without labels, unless the run is told: more than a person needs for a first classifier
+MIN_ASKED = 50  # of a share: 1 % of a short clip would be a handful, of one class perhaps
 N_ASKED_OF_SHARE = 100  # images, for the length of the clips of a stream without an end: nobody knows how many to come
 
 
@@ -27,11 +29,13 @@ class LabelBudget(NamedTuple):
                 return cls(None, float(number) / 100)
             if not is_share and int(number) > 0:
                 return cls(int(number), None)
-        raise UserError(f"label_budget is {text!r}: use a share as 1%, or a number of images as 500")
+        raise UserError(f"label_budget is {text!r}: use a share as 1%, a number of images as 500, or off")
 
-    def of(self, n_seen: int) -> int:
-        """The number of images to ask about, at least 1, once `n_seen` images were seen."""
-        return self.images if self.images is not None else max(1, round((self.share or 0) * n_seen))
+    def of(self, n_seen: int, least: int = MIN_ASKED) -> int:
+        """The number of images to ask about, once `n_seen` images were seen; of a share at least so many, if it can."""
+        if self.images is not None:
+            return self.images
+        return max(1, min(n_seen, max(least, round((self.share or 0) * n_seen))))
 
 
 def n_candidates_that_fit(n_bytes: int, side: int) -> int:

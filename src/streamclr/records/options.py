@@ -11,6 +11,7 @@ from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
 from streamclr.policy import POLICIES
 from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
+from streamclr.records.label_budget import MIN_ASKED, N_ASKED
 
 
 def by_recipe(name: str) -> str:
@@ -165,7 +166,9 @@ class LabellingOptions:
     """What a person is asked."""
 
     label_budget: str | None = option(
-        None, "keep images to ask a person about, as many as 500, or 1% of the stream (of one pass, if it has passes)"
+        None,
+        "keep images to ask a person about: as many as 500, 1% of the stream (of one pass, if it has passes; at least "
+        f"{MIN_ASKED}), or off [{N_ASKED} of a stream without labels, else off]",
     )
     label_disk: str = option("64M", "the most disk space for images to ask about")
 

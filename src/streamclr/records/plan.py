@@ -16,7 +16,7 @@ from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
 from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
-from streamclr.records.label_budget import LabelBudget, n_candidates_that_fit
+from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
 from streamclr.streams.spec import absolute_source, split_source, takes
@@ -33,7 +33,7 @@ class RunPlan(RunOptions):
     """The options of a run with every default filled in; `config.json` holds one.
 
     images: None until the stream ends or somebody stops the run.
-    label_budget: a number of images if the length of the stream is known.
+    label_budget: a number of images if the length of the stream is known; None: nobody is asked.
     """
 
     epochs: None = field(default=None)  # `images` says it
@@ -110,9 +110,13 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     if not 0 < epochs < math.inf:
         raise UserError(f"epochs is {epochs}: use a number above 0")
     images = options.images
+    if images is not None and images < 1:
+        raise UserError(f"images is {images}: use at least 1, or leave it out for all that there are")
     if images is None:
         if options.epochs is not None and epoch is None:
-            raise UserError(f"{options.source} has no epochs: say how long with --images")
+            is_recording = split_source(options.source)[0] == "video"
+            how = f"write passes={math.ceil(epochs)} in the source" if is_recording else "say how long with --images"
+            raise UserError(f"{options.source} has no epochs: {how}")
         images = round(epochs * epoch) if epoch else None if stream.live else 20_000
     if end is not None and images is not None and images > end:
         how = f": write passes={-(-images // epoch)} in the source for more" if epoch else ""
@@ -156,7 +160,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         **architecture._asdict(),
         "init": architecture.usual_init if options.init is None else options.init,
         "guards": ("on" if stream.live else "off") if options.guards == "auto" else options.guards,
-        "label_budget": _label_budget(options, images, epoch, stream.size),
+        "label_budget": _label_budget(options, stream, images),
     }
     return RunPlan(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RunOptions)} | filled)
 
@@ -188,18 +192,27 @@ def _recipe(options: ModelOptions) -> Recipe:
     return find_recipe(options.recipe or RECIPES[0], _encoder(options) not in SCRATCH_ENCODERS)
 
 
-def _label_budget(options: RunOptions, images: int | None, epoch: int | None, size: int) -> str | None:
-    """As a number of images where the stream has an end; checked against what the disk may hold."""
-    if options.label_budget is None:
-        return None
-    budget = LabelBudget.parse(options.label_budget)
-    room = n_candidates_that_fit(parse_size(options.label_disk, "label_disk"), size)
-    known = min((n for n in (images, epoch) if n is not None), default=None)
+def _label_budget(options: RunOptions, stream: Stream, images: int | None) -> str | None:
+    """None: nobody is asked. As a number of images where the stream has an end; checked against what the disk may hold.
+
+    The usual one is never too large for the stream or the disk.
+    """
+    asked = options.label_budget
+    if asked == "off" or (asked is None and (stream.train is not None or isinstance(options, RunPlan))):
+        return None  # a plan says all: there is nothing to be filled in
+    room = n_candidates_that_fit(parse_size(options.label_disk, "label_disk"), stream.size)
+    known = min((n for n in (images, stream.epoch) if n is not None), default=None)
+    if asked is None and not room:
+        how = "use a larger --label-disk, or --label-budget off"
+        raise UserError(f"label_disk is {options.label_disk}, which holds no image of {stream.size} px: {how}")
+    if asked is None:
+        return str(min(N_ASKED, room, room if known is None else known))
+    budget = LabelBudget.parse(asked)
     n_images = budget.of(known or 0)
     if known is not None and n_images > known:
-        raise UserError(f"label_budget is {options.label_budget}, and the stream has {known} images: use fewer")
+        raise UserError(f"label_budget is {asked}, and the stream has {known} images: use fewer")
     if n_images > room:
-        holds = f"{options.label_disk} of disk holds {room} of {size} px"
+        holds = f"{options.label_disk} of disk holds {room} of {stream.size} px"
         how = "use a larger --label-disk or a smaller budget"
         raise UserError(f"label_budget is {n_images} images, and {holds}: {how}")
-    return options.label_budget if budget.images is None and known is None else str(n_images)
+    return asked if budget.images is None and known is None else str(n_images)

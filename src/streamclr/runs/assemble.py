@@ -51,6 +51,7 @@ def make_learner(plan: RunPlan) -> Learner:
     policy = make_policy(plan)  # mistakes come first: weights may have to be downloaded
     if plan.memory is not None:
         parse_size(plan.memory)
+    find_device(plan.device)
     model = initial_model(plan, plan.size)
     chosen = policy.policy if isinstance(policy, Guarded) else policy
     if isinstance(chosen, ContrastScoring):

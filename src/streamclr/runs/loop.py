@@ -24,9 +24,11 @@ from streamclr.records.plan import RunPlan
 from streamclr.runs.challenger import Challenger, labels_at_hand
 from streamclr.runs.evaluation import MAX_PROBE_LABELS, MAX_PROBE_TESTED, curve_point
 from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
+from streamclr.runs.next_step import next_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Server, Window, memory
+from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 
 MAX_IN_A_ROW = 3  # undone steps, or returns to one checkpoint, before the run stops
@@ -106,6 +108,7 @@ class Loop:
             self.candidates = open_candidates(self.directory.path, plan, stream.epoch)
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
+                self._save_first_model()
             if plan.serve:
                 stack.enter_context(closing(Server(self.directory.path)))
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
@@ -123,6 +126,7 @@ class Loop:
             self.notifier.ready()
             with closing(self._segments()) as segments:
                 for images in segments:
+                    self._offer(images)  # first, because a step takes time: a person may be waiting to label
                     step = self._step(images)
                     bar.advance(len(images), str(step or "undone"))
                     (is_due,) = self.ranks.largest(self.checkpoints.due())
@@ -133,6 +137,7 @@ class Loop:
                     self._challenge()
                     self._rest(step)
             self._report_stream(now=True)
+            self._report_early_end()
             saved = self._save()
             self._last_challenge()
             self._show(now=True)
@@ -141,6 +146,8 @@ class Loop:
             with suppress(OSError, UserError):  # for the dashboard of the stopped run
                 self.directory.save_buffer(self.learner, self.stream)
             again = f"streamclr run with the same options and --out {self.directory.path} goes on"
+            if self.ranks.index == 0 and self.learner.n_steps and (then := next_step(self.directory)):
+                say(f"next: {then}")
             message = f"stopped after step {self.learner.n_steps}: {again if saved else 'not saved'}"
             raise self.asked.stopped(self.ranks, message)
         return self.seconds
@@ -203,7 +210,6 @@ class Loop:
         if self.served is not None:
             line["served"] = self.served.current.number if self.served.current else None
         self.journal.write(line)
-        self._offer(images)
         self._watch(step)
         return step
 
@@ -223,12 +229,18 @@ class Loop:
         n_seen = self.learner.buffer.n_seen
         return self.stream.tracks(torch.arange(n_seen, n_seen + n))
 
+    def _save_first_model(self) -> None:
+        if not self.learner.n_steps:
+            try:
+                self.directory.save_first_model(self.learner.model)
+            except UserError as error:  # a full disk
+                self._tell(f"no questions before the first checkpoint: {error}")
+
     def _offer(self, images: Any) -> None:
-        """Offer the images as candidates for labelling."""
+        """Offer the next images as candidates for labelling."""
         if self.candidates:
-            n_seen = self.learner.buffer.n_seen
-            first = n_seen - len(images)
-            tracks = self.stream.tracks(torch.arange(first, n_seen))
+            first = self.learner.buffer.n_seen
+            tracks = self.stream.tracks(torch.arange(first, first + len(images)))
             if tracks is not None and self.stream.live:  # scenes by pixels: only those that are apart are known
                 tracks = UNKNOWN - 1 - (first + tracks)  # each segment has numbers of its own
             try:
@@ -236,6 +248,9 @@ class Loop:
             except OSError as error:
                 self._tell(f"the label queue cannot be written ({error.strerror})")
                 self.candidates = None
+            else:
+                if not first:
+                    say(f"questions are there while it learns: {next_step(self.directory)}")
 
     def _undone(self, why: str, n_images: int) -> None:
         self.n_undone += 1
@@ -294,6 +309,16 @@ class Loop:
             if self.challenger:
                 heads = {"taken": self.challenger.n_taken, "refused": self.challenger.n_refused}
                 self.metrics.update(**of_served(self._about_served()), challengers_total=heads)
+
+    def _report_early_end(self) -> None:
+        """Of a recording, whose length nobody knew."""
+        images, n_read = self.plan.images, self.stream.position
+        if images is None or not 0 < n_read < images or self.asked.signal or self.ranks.n > 1 or not self.stream.live:
+            return
+        kind, _, options = split_source(self.plan.source)
+        passes = -(-images * int(options.get("passes", 1)) // n_read)
+        more = f": write passes={passes} in the source for more" if kind == "video" else ""
+        self._tell(f"the source has ended after {n_read:,} of the {images:,} images asked for{more}")
 
     def _idle(self) -> None:
         """What still has to be done while nothing is learned."""

@@ -30,6 +30,8 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     _ = plan.duty_share
     check_classifier(plan.classifier)
     if ranks is not None and ranks.n > 1:
+        if options.label_budget is None:
+            plan = dataclasses.replace(plan, label_budget=None)
         stream = own_stream(plan, stream, ranks)
     if plan.serve:
         check_can_serve()

@@ -14,11 +14,13 @@ from streamclr.base.plots import line_plot, plot
 from streamclr.base.table import Table, labels_heading, percent
 from streamclr.labelling.session import png
 from streamclr.records.directory import RunDirectory
+from streamclr.runs.next_step import next_step
 from streamclr.stage_two import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+START = "<!doctype html><html lang=en><meta charset=utf-8>"
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
@@ -44,24 +46,32 @@ def write_report(paths: Sequence[Path], out: Path, tables: Sequence[Table] = (),
     parts.append("<h2>Learning curves</h2>" + curves(runs))
     parts += [f"<h2>{html.escape(name)}</h2>" + _run_section(run) for name, run in runs]
     page = f"<meta name=viewport content='width=device-width'><title>{html.escape(title)}</title><style>{STYLE}</style>"
-    text = f"<!doctype html><html lang=en><meta charset=utf-8>{page}{''.join(parts)}</html>\n"
+    text = f"{START}{page}{''.join(parts)}</html>\n"
     out.write_text(text, encoding="utf-8", errors="replace")
     return out
 
 
+def is_report(path: Path) -> bool:
+    """Whether a file is a page that `write_report` wrote, and so may be written anew."""
+    with path.open("rb") as file:
+        return file.read(len(START)) == START.encode()
+
+
 def results_table(runs: Sequence[tuple[str, RunDirectory]]) -> Table:
-    """A row per run, a column per label fraction."""
+    """A row per run, a column per label fraction; no column that would be empty, as of a stream without labels."""
     results = [(name, run.results or {}) for name, run in runs]
     fractions = sorted({f for _, content in results for f in content.get("labels", {})}, key=float)
-    head = ["run", *(labels_heading(f) for f in fractions), "linear probe", "kNN", "images", "seconds"]
+    probes = {"linear_probe": "linear probe", "knn": "kNN"}
+    probes = {key: name for key, name in probes.items() if any(content.get(key) is not None for _, content in results)}
+    head = ["run", *(labels_heading(f) for f in fractions), *probes.values(), "images", "seconds"]
     rows = []
     for name, content in results:
         labels = content.get("labels", {})
         cells = [_accuracy(labels[f]) if f in labels else "–" for f in fractions]
-        cells += [percent(content.get("linear_probe")), percent(content.get("knn"))]
+        cells += [percent(content.get(key)) for key in probes]
         cells += [f"{content[k]:,.0f}" if k in content else "–" for k in ("images", "seconds_learning")]
         rows.append([name, *cells])
-    return Table("Accuracy on the test set", head, rows)
+    return Table("Accuracy on the test set" if fractions or probes else "Runs", head, rows)
 
 
 def _accuracy(entry: dict[str, Any]) -> str:
@@ -91,7 +101,9 @@ def _run_section(run: RunDirectory) -> str:
     rows = [[key, str(value)] for key, value in vars(run.config).items() if value is not None]
     options = f"<details><summary>Configuration</summary>{Table('', ['option', 'value'], rows).html()}</details>"
     buffer = _buffer(run) if (run.path / "buffer.safetensors").exists() else ""
-    return options + _per_class(run) + _class_mix(run) + buffer
+    then = next_step(run)
+    next_ = f"<p>Next: <code>{html.escape(redacted(then))}</code></p>" if then else ""
+    return next_ + options + _per_class(run) + _class_mix(run) + buffer
 
 
 def _per_class(run: RunDirectory) -> str:

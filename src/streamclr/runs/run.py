@@ -1,5 +1,6 @@
 """A run: learn from a stream, then train and test a classifier on few labels."""
 
+import dataclasses
 from contextlib import closing
 from pathlib import Path
 from time import process_time
@@ -10,6 +11,7 @@ import torch
 from streamclr.base.errors import QuietExit, UserError
 from streamclr.compute.ranks import join
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.labelling.candidates import open_candidates
 from streamclr.learner import Learner
 from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory, open_directory
@@ -21,6 +23,7 @@ from streamclr.runs.harm import compare_encoders
 from streamclr.runs.loop import learn_stream
 from streamclr.runs.prepare import own_part, prepare
 from streamclr.streams.account import Account
+from streamclr.streams.stream import Stream
 
 
 def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, Any]]:
@@ -32,6 +35,8 @@ def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, An
         with ranks.together():
             plan, stream, learner = prepare(options, ranks)
         with closing(open_directory(plan, ranks)) as directory:
+            if options.label_budget is None:
+                plan = with_room_for_questions(plan, stream, directory)
             learner.join(ranks)
             cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:
@@ -61,6 +66,18 @@ def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, An
                 results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
             directory.save_results(results)
             return directory.path, results
+
+
+def with_room_for_questions(plan: RunPlan, stream: Stream, directory: RunDirectory) -> RunPlan:
+    """Nobody has asked for questions, so a run goes on without where the disk has no room for them."""
+    try:
+        candidates = open_candidates(directory.path, plan, stream.epoch)
+    except UserError as error:
+        directory.tell(f"no questions to a person: {error}", step=0)
+        return dataclasses.replace(plan, label_budget=None)
+    if candidates:
+        candidates.close()
+    return plan
 
 
 def used_model(plan: RunPlan, learner: Learner, directory: RunDirectory) -> tuple[ContrastiveModel, dict[str, Any]]:

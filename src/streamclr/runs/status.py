@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
 from streamclr.base.files import json_line
 from streamclr.compute.memory import resident
 from streamclr.learner import Learner
@@ -96,4 +97,4 @@ class Server:
 
 def check_can_serve() -> None:
     if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise UserError("the dashboard needs FastAPI and uvicorn: pip install -c constraints.txt -e '.[serve]'")
+        raise UserError(f"the dashboard needs FastAPI and uvicorn: {how_to_install('serve')}")

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_NAMED = 20  # rejected files that are named; a folder may have a million that are damaged
 # Reasons to pass over a frame that was decoded and could be classified first.
 AFTER_DECODING = ("undone", "learner busy", "learner stopped")
 

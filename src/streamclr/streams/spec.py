@@ -7,6 +7,7 @@ import glob
 import inspect
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,13 @@ from urllib.parse import parse_qsl, urlencode
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
+from streamclr.base.files import near
 from streamclr.streams.cameras.feed import KINDS, Feed, make_feed
 from streamclr.streams.datasets.folder import folder, imagenet
 from streamclr.streams.datasets.images import Source
 from streamclr.streams.datasets.registry import DATASETS, dataset
 from streamclr.streams.datasets.synthetic import Synthetic
+from streamclr.streams.frame import SUFFIXES
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "synthetic": Synthetic,
@@ -41,13 +44,20 @@ def open_source(source: str | Path, **options: Any) -> Source | list[Feed]:
     given = written | {key: value for key, value in options.items() if value is not None}
     if name in SOURCES:
         return opts.build(SOURCES[name], given, f"the source {name}", path)
-    lines = [(name, path, {})] if name in FEEDS else [split_source(line) for line in _lines(path)]
+    lines = [(name, path, {})] if name in FEEDS else [_listed(line, path) for line in _lines(path)]
     feeds = []
     for kind, where, own in lines:
         if kind not in FEEDS:
             raise UserError(f"{path} lists {kind}:{where}: a list may only have cameras and recordings")
         feeds.append(opts.build(FEEDS[kind], given | own, f"the source {kind}", where))
     return feeds
+
+
+def _listed(line: str, path: str) -> tuple[str, str, dict[str, str]]:
+    try:
+        return split_source(line)
+    except UserError as error:
+        raise UserError(f"{path} is read as a list of cameras and recordings: {error}") from None
 
 
 def takes(source: str | Path, option: str) -> bool:
@@ -90,10 +100,31 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
         return "folder", text, options
     if file.is_file() and file.suffix.lower() in VIDEOS:
         return "video", text, options
+    if file.is_file() and file.suffix.lower() in SUFFIXES:
+        return "folder", text, options  # of one image
     if file.is_file() and file.suffix.lower() in (".txt", ".list"):
         return "list", text, options
-    names = opts.one_of(name, [*SOURCES, *FEEDS])
-    raise UserError(f"no source {opts.redacted(text)!r}: it is not a directory, video file or URL; {names}")
+    raise UserError(_not_a_source(text, file, name))
+
+
+def _not_a_source(text: str, file: Path, name: str) -> str:
+    """What is wrong with a source that is none."""
+    if file.exists():
+        kinds = f"a directory, a video ({', '.join(sorted(VIDEOS)[:6])} …), an image or a list of cameras (.txt)"
+        return f"{text} is no file that can be read as images: give {kinds}; for a video of another name video:{text}"
+    if glob.has_magic(text):
+        inside = f", it has {_contents(file.parent)}" if file.parent.is_dir() else ""
+        return f"no file matches {text!r}: look into {file.parent}{inside}"
+    if "://" not in text and (file.suffix.lower() in {*VIDEOS, *SUFFIXES, ".txt", ".list"} or "/" in text):
+        return f"no file {text}: {near(file) or 'give one that exists'}"
+    what, meant = "a file, a directory, a camera (0, rtsp://…) or a dataset", "://" not in text and near(file)
+    return f"no source {opts.redacted(text)!r}: it is not {what}; {meant or opts.one_of(name, [*SOURCES, *FEEDS])}"
+
+
+def _contents(directory: Path) -> str:
+    """What kinds of files a directory has, the most frequent first."""
+    kinds = Counter(path.suffix.lower() or "without a suffix" for path in directory.iterdir() if path.is_file())
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(3)) or "no files"
 
 
 def absolute_source(source: str) -> str:
@@ -111,7 +142,7 @@ def absolute_source(source: str) -> str:
 def _lines(path: str) -> list[str]:
     """The sources that a file lists, one a line; lines that begin with `#` are comments."""
     if not Path(path).is_file():
-        raise UserError(f"no file {path!r}: a list has a source on each line")
+        raise UserError(f"no file {path}: {near(path) or 'a list has a source on each line'}")
     lines = [line.strip() for line in Path(path).read_text("utf-8", errors="replace").splitlines()]
     if not (sources := [line for line in lines if line and not line.startswith("#")]):
         raise UserError(f"{path} lists no source: write one on each line")

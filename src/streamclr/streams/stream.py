@@ -13,9 +13,10 @@ from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.scenes import find_scenes
-from streamclr.streams.account import Account
+from streamclr.streams.account import MAX_NAMED, Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
 from streamclr.streams.datasets.images import Images, Source, readable
+from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import open_source
 
 SEGMENTS_AHEAD = 2  # that a source may read before they are asked for
@@ -71,7 +72,7 @@ class Stream(Protocol):
         return None
 
     def take_events(self) -> list[tuple[str, str]]:
-        """Camera and event, such as a lost connection, since the last call."""
+        """Camera and event, such as a lost connection, since the last call; `rejected` and which image, and why."""
         return []
 
     def connections(self) -> dict[str, tuple[bool, int]]:
@@ -104,6 +105,8 @@ class DatasetStream(Stream):
         self.position = 0
         self.account = Account()
         self._skipped: list[int] = []  # numbers of the images that could not be read
+        self._named: dict[str, None] = {}  # what was said of them
+        self._events: list[tuple[str, str]] = []
 
     @property
     def size(self) -> int:
@@ -125,6 +128,7 @@ class DatasetStream(Stream):
             images, good, bad = readable(self.source, numbers)
             self.account.add(Account(len(numbers), len(good), rejected=Counter(e.reason for e in bad.values())))
             self._skipped += bad
+            self._name(list(bad.values()))
             self.position += len(numbers)
             parts.append(torch.from_numpy(images))
             n_left -= len(good)
@@ -133,6 +137,17 @@ class DatasetStream(Stream):
             elif self.epoch is not None and self.position - last_good >= self.epoch:
                 raise UserError(f"not one image of a whole pass can be read; {next(iter(bad.values()))}")
         return torch.cat(parts)
+
+    def _name(self, bad: list[BadFrame]) -> None:
+        """Keep an event for the first images that cannot be used: which file, and why."""
+        for error in bad:
+            if str(error) not in self._named and len(self._named) < MAX_NAMED:
+                self._named[str(error)] = None
+                self._events.append(("rejected", str(error)))
+
+    def take_events(self) -> list[tuple[str, str]]:
+        events, self._events = self._events, []
+        return events
 
     def labels(self, arrivals: Tensor) -> Tensor:
         return torch.from_numpy(self.source.labels(self._numbers(arrivals)))

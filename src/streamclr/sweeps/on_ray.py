@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
 from streamclr.base.files import write_bytes
 from streamclr.base.progress import say
 from streamclr.sweeps.job import LOG, RESULT, Job, n_seen
@@ -33,7 +34,7 @@ def need_ray(what: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of a change to come
     if importlib.util.find_spec("ray") is None:
-        raise UserError(f"{what} needs ray: pip install -c constraints.txt -e '.[fleet]', see docs/scale.md")
+        raise UserError(f"{what} needs ray: {how_to_install('fleet')}, see docs/scale.md")
 
 
 class OnRay:

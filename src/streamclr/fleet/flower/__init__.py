@@ -4,6 +4,7 @@ import importlib.util
 import os
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
 
 
 def need_flower(simulation: bool = False) -> None:
@@ -11,7 +12,7 @@ def need_flower(simulation: bool = False) -> None:
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
     if importlib.util.find_spec("flwr") is None:
-        raise UserError("a fleet needs flwr: pip install -c constraints.txt -e '.[fleet]', see docs/fleet.md")
+        raise UserError(f"a fleet needs flwr: {how_to_install('fleet')}, see docs/fleet.md")
     if simulation:
         from streamclr.sweeps.on_ray import need_ray
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install, how_to_install_package
 from streamclr.base.options import checked_size
 from streamclr.models.formats import protobuf as wire
 
@@ -112,7 +113,7 @@ def checked_session(
     try:
         session = session_of(content, n_threads)
     except ImportError:
-        raise UserError(f"{path} needs onnxruntime: pip install -c constraints.txt onnxruntime") from None
+        raise UserError(f"{path} needs onnxruntime: {how_to_install_package('onnxruntime')}") from None
     except Exception as error:  # noqa: BLE001  onnxruntime has an exception for each of its codes, and no base for them
         raise UserError(f"onnxruntime cannot open {path} ({error}): {USE_EXPORT}") from None
     ports = {value.name: (value.type, len(value.shape)) for value in (*session.get_inputs(), *session.get_outputs())}
@@ -196,7 +197,7 @@ def _open_executorch(path: Path) -> Predictor:
     if not is_whole(content, PROGRAM_SEAL):
         raise UserError(f"{path} is damaged, or no classifier of streamclr: {USE_EXPORT}, or {COPY_AGAIN}")
     if not find_spec("executorch"):
-        raise UserError(f"{path} needs ExecuTorch: pip install -c constraints.txt -e '.[executorch]'")
+        raise UserError(f"{path} needs ExecuTorch: {how_to_install('executorch')}")
     import torch
 
     from streamclr.models.formats.executorch import metadata, open_program

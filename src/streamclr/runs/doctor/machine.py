@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from streamclr.base.extras import extras, how_to_install, package_of
 from streamclr.base.machine import cache_dir, cpu_name, read_text
 from streamclr.streams.datasets.registry import DATASETS, is_at, is_cached
 
-EXTRAS = {"video": "av"}  # as pip calls them, and the package that each brings
 GIB = 2**30
 
 
@@ -33,7 +33,7 @@ class Machine:
     torch: str
     cuda: str | None  # of this build of torch; None is a build for the CPU
     n_threads: int
-    extras: dict[str, str | None]  # extra: version of its package; None: not installed
+    extras: dict[str, str | None]  # extra: its main package with the version; None: not all of it is installed
     cameras: dict[str, str]  # device: name
     datasets: list[str]  # in the cache
 
@@ -55,7 +55,7 @@ class Machine:
             torch=torch.__version__,
             cuda=torch.version.cuda,
             n_threads=torch.get_num_threads(),
-            extras={extra: _version(package) for extra, package in EXTRAS.items()},
+            extras={extra: _installed(requirements) for extra, requirements in extras().items()},
             cameras=_cameras(root),
             datasets=[name for name in DATASETS if is_cached(name) or is_at(name, cache_dir())],
         )
@@ -71,13 +71,14 @@ class Machine:
         threads = f"threads: {self.n_threads}"
         if self.n_threads > math.ceil(self.n_cores):
             threads += f", more than cores: set OMP_NUM_THREADS={math.ceil(self.n_cores)}"
-        extras = [f"{extra} ({EXTRAS[extra]} {v})" if v else f"no {extra}" for extra, v in self.extras.items()]
+        here = [f"{extra} ({package})" for extra, package in self.extras.items() if package]
+        missing = [f"no {extra}: {how_to_install(extra)}" for extra, package in self.extras.items() if not package]
         return [
             ("processor", f"{self.processor}, {cores}"),
             ("memory", memory),
             ("disk", f"{self.disk_free / GIB:.1f} GiB free for the run directory"),
             ("software", f"Python {self.python}, torch {self.torch} ({self._build}), {threads}"),
-            ("extras", ", ".join(extras)),
+            ("extras", "; ".join([", ".join(here), *missing] if here else missing)),
             ("cameras", ", ".join(f"{device} ({name})" for device, name in self.cameras.items()) or "none found"),
             ("datasets", ", ".join(self.datasets) or "none in the cache"),
         ]
@@ -131,7 +132,9 @@ def _cameras(root: Path) -> dict[str, str]:
     return {f"/dev/{device.name}": name or "no name" for device, name in names.items()}
 
 
-def _version(package: str) -> str | None:
+def _installed(requirements: list[str]) -> str | None:
+    """The main package of an extra with its version; None if one of its packages is missing."""
     with suppress(PackageNotFoundError):
-        return version(package)
+        first, *_ = [f"{name} {version(name)}" for name in map(package_of, requirements)]
+        return first
     return None

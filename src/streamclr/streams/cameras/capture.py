@@ -7,7 +7,8 @@ seen by every user of the machine, and URLs have passwords). Then it answers req
     answer  {"n": frames that follow, "account": of frames since the last answer, "place": where to resume after them,
             "waiting": frames left in the queue, "captured": frames read in all, "quiet": seconds since a sign of life,
             "tracks": [of each of these frames], "ended": true if there will be no more,
-            "events": [reasons why the connection was lost]}, then n x size x size x 3 bytes
+            "events": [reasons why the connection was lost],
+            "rejected": [the first frames that cannot be used, and why]}, then n x size x size x 3 bytes
 
 It ends when its standard input does. It never imports torch: a device may have many cameras.
 """
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from streamclr.streams.account import Account
+from streamclr.streams.account import MAX_NAMED, Account
 from streamclr.streams.cameras.feed import CONNECTION_ERRORS, MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Feed, Raw
 from streamclr.streams.frame import BadFrame
 
@@ -37,6 +38,8 @@ class CaptureThread:
         self.captured = 0
         self.ended = False
         self.events: list[str] = []
+        self.rejected: list[str] = []  # since the last answer
+        self._n_named = 0
         self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account, str]] = deque()
         self._since = Account()  # of the frames since the last one that was queued
         self._change = threading.Condition()
@@ -89,6 +92,9 @@ class CaptureThread:
             rejected = Counter[str]()
         except BadFrame as error:
             rejected = Counter([error.reason])
+            self._n_named += 1
+            if self._n_named <= MAX_NAMED:
+                self.rejected.append(str(error))
         with self._change:
             self._since.add(Account(1, 0, Counter([reason] if reason else []), rejected))
             self._place = (raw.place, self._due, self._count)
@@ -142,8 +148,9 @@ class CaptureThread:
                 "quiet": time.monotonic() - self._sign_of_life,
                 "ended": done,
                 "events": self.events,
+                "rejected": self.rejected,
             }
-            self.events = []
+            self.events, self.rejected = [], []
             self._change.notify_all()
         return answer, [frame for frame, *_ in taken]
 

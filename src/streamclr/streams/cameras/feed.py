@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from streamclr.base.errors import UserError
+from streamclr.base.files import near
 from streamclr.base.options import checked_size
 from streamclr.streams.cameras import video
 from streamclr.streams.cameras.jpegs import JpegSplitter, mjpeg
@@ -40,6 +41,7 @@ class Feed:
     timeout: seconds without a frame after which a connection counts as lost.
     retries: how often in a row a connection is tried again; None: without limit.
     tracks: `name` takes the part of a file name before the last `_` as the frame's track; None: not known.
+    passes: how often a recording is read.
     queue: the largest number of waiting frames.
     place: where to resume: the source's own mark, when the next frame is due (s), number of frames before.
     """
@@ -53,6 +55,7 @@ class Feed:
     timeout: float = 10.0
     retries: int | None = None
     tracks: str | None = None
+    passes: int = 1
     queue: int = 512
     place: tuple[Any, float, int] = (None, 0.0, 0)
 
@@ -79,8 +82,17 @@ class Feed:
             named = track_name if self.tracks == "name" else lambda _: ""
             return (Raw(partial(decode, path), mark, None, named(path)) for path, mark in watch(self.where, mark))
         assert self.kind == "video"
-        frames = islice(enumerate(video.frames(self.where), 1), mark or 0, None)
-        return (Raw(frame, number, seconds) for number, (frame, seconds) in frames)
+        return self._recording(*(mark if isinstance(mark, list) else (0, mark or 0, 0.0)))  # one pass had a number
+
+    def _recording(self, number: int, n_read: int, before: float) -> Iterator[Raw]:
+        """The frames from a pass on, of which so many were read; before: the seconds of the passes before it."""
+        while number < self.passes:
+            last = period = 0.0
+            for n, (frame, seconds) in enumerate(video.frames(self.where), 1):
+                last, period = seconds, seconds - last
+                if n > n_read:
+                    yield Raw(frame, [number, n, before], before + seconds)
+            number, n_read, before = number + 1, 0, before + last + period
 
 
 CONNECTION_ERRORS = (OSError, HTTPException, VideoError, ValueError)
@@ -115,12 +127,14 @@ def make_feed(
     retries: int | None = None,
     overload: str | None = None,
     tracks: str | None = None,
+    passes: int | None = None,
 ) -> Feed:
     """A feed with its options and, as far as possible, its address checked.
 
     overload: if the learner is too slow, `drop` the oldest waiting frames or let the source `wait`. Default: watch and
         video wait, the others drop.
     tracks: of watch alone: `name`, see `Feed`.
+    passes: of video alone: how often it is read.
     """
     if fps is not None and not 0 < fps < 1e6:
         raise UserError(f"fps is {fps}: use a number above 0")
@@ -136,8 +150,14 @@ def make_feed(
         raise UserError(f"tracks is {tracks!r}: use name, or leave it out")
     if tracks is not None and kind != "watch":
         raise UserError(f"tracks={tracks} is for watch: and folder:, whose frames have file names: leave it out")
+    if passes is not None and kind != "video":
+        raise UserError(f"passes={passes} is for recordings, {kind} has no end: leave it out")
+    if passes is not None and passes < 1:
+        raise UserError(f"passes is {passes}: use at least 1")
     if kind != "stdin" and not where:
         raise UserError(f"the source {kind!r} needs {KINDS[kind]}: write {kind}:…")
+    if kind in ("rtsp", "http") and not urlsplit(where).hostname:
+        raise UserError(f"{where!r} is no URL with the name of a camera: write {kind}://camera.local/…")
     if kind in ("camera", "video", "rtsp"):
         video.check_installed()
     path = Path(where).expanduser()
@@ -145,7 +165,7 @@ def make_feed(
         found = ", ".join(sorted(map(str, Path("/dev").glob("video*")))) or "none"
         raise UserError(f"no camera {where!r}: this machine has {found}")
     if kind == "watch" and not path.is_dir():
-        raise UserError(f"no directory {where!r}: watch needs one that exists")
+        raise UserError(f"no directory {where!r}: {near(path) or 'watch needs one that exists'}")
     if kind == "video":
         video.check(str(path))
     if kind in ("camera", "watch", "video"):
@@ -153,4 +173,4 @@ def make_feed(
     if kind == "stdin":
         where = str(os.dup(0))  # the capture process has another standard input
     drops = kind not in ("watch", "video") if overload is None else overload == "drop"
-    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries, tracks)
+    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries, tracks, passes or 1)

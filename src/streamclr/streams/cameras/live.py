@@ -274,6 +274,7 @@ class CaptureProcess:
         self._accounted += own.received
         self.account.add(own)
         self._lost(header["events"])
+        self._events.extend((self.name, f"rejected: {redacted(frame)}") for frame in header["rejected"])
         self.ended = header["ended"]
         self.has_frames = header["n"] + header["waiting"] > 0 or self.feed.exact
         if header["place"] is not None:

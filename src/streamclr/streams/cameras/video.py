@@ -1,5 +1,6 @@
 """Video by PyAV: recordings, RTSP and other network streams, cameras by V4L2."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from streamclr.base.errors import UserError
+from streamclr.base.extras import how_to_install
+from streamclr.base.files import near
 from streamclr.streams.frame import BadFrame, square
 
 try:
@@ -23,11 +26,13 @@ Frame = tuple[Callable[[int], np.ndarray], float]  # from the side in pixels to 
 
 def check_installed() -> None:
     if "av" not in globals():
-        raise UserError("video and cameras need PyAV: pip install -c constraints.txt -e '.[video]'")
+        raise UserError(f"video and cameras need PyAV: {how_to_install('video')}")
 
 
 def check(path: str) -> None:
     """An error if a file is not a video."""
+    if not os.path.exists(path):
+        raise UserError(f"no file {path}: {near(path) or 'give a video file'}")
     try:
         frame_rate(path)
     except (OSError, VideoError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from streamclr.base.errors import UserError
+from streamclr.base.files import near
 from streamclr.base.options import checked_size, one_of
 from streamclr.streams.datasets.decoders import Decoders
 from streamclr.streams.datasets.images import DatasetSource, Images, every_fifth_track
@@ -89,7 +90,8 @@ def folder(
     tracks: str | None = None,
     decoders: int = 0,
 ) -> DatasetSource:
-    """The images of a folder, or of a pattern as `DIR/*.jpg`, in natural order, once; with stc or order without end.
+    """The images of a folder, of a pattern as `DIR/*.jpg`, or one file, in natural order, once; with stc or order
+    without end.
 
     A folder that has `train/` and `val/` (or `test/`) streams the first and is tested on the second. Any other folder
     with classes streams all images and is tested on every fifth of each class, which stage two does not train on; on
@@ -103,8 +105,10 @@ def folder(
     pool = Decoders(decoders) if decoders else None
     if tracks not in (None, *TRACKS):
         raise UserError(f"tracks is {tracks!r}: {one_of(str(tracks), TRACKS)}")
-    if glob.has_magic(path) and not Path(path).is_dir():
-        paths = sorted(filter(Path.is_file, map(Path, glob.glob(str(Path(path).expanduser())))), key=natural_key)
+    given = Path(path).expanduser()
+    if given.is_file() or (glob.has_magic(path) and not given.is_dir()):
+        found = [given] if given.is_file() else map(Path, glob.glob(str(given)))
+        paths = sorted(filter(Path.is_file, found), key=natural_key)
         if not paths:
             raise UserError(f"no file matches {path!r}: give a pattern of image files")
         images = FileImages(paths, [], (), size, _tracks(paths, tracks or "none"), pool)
@@ -189,7 +193,7 @@ def _directory(path: str, scheme: str) -> Path:
         raise UserError(f"the source {scheme!r} needs a directory: write {scheme}:DIR")
     root = Path(path).expanduser()
     if not root.is_dir():
-        raise UserError(f"no directory {path!r}: give the {scheme} source one that exists")
+        raise UserError(f"no directory {path!r}: {near(root) or f'give the {scheme} source one that exists'}")
     return root
 
 
