@@ -1033,10 +1033,10 @@ def test_pictures_are_shown(server, ants):
 @pytest.fixture
 def unserved(monkeypatch):
     """`serve` up to where it would begin, at the loopback address whatever it is told."""
-    listen = streamclr.web.server._listen
+    listen = streamclr.web.server.listen
     opened = []
     monkeypatch.setattr(
-        streamclr.web.server, "_listen", lambda _, port: opened.append(listen("127.0.0.1", port)) or opened[-1]
+        streamclr.web.server, "listen", lambda _, port: opened.append(listen("127.0.0.1", port)) or opened[-1]
     )
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(streamclr.web.server.os, "nice", lambda _: 0)
@@ -1082,7 +1082,7 @@ def test_a_bad_value_is_one_line(monkeypatch, runs, capsys, words):
 
 def test_small_answers_are_sent_at_once():
     """asyncio turns Nagle's algorithm off, which costs 40 ms a request, only where the protocol is TCP by name."""
-    with streamclr.web.server._listen("127.0.0.1", 0) as listening:
+    with streamclr.web.server.listen("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 

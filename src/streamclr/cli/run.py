@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import textwrap
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from streamclr.base.table import Table, labels_heading, percent
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
+from streamclr.runs.dashboard import Dashboard
 from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose, suggest
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.report import results_table, write_report
@@ -40,14 +42,16 @@ class DemoOptions:
 
 
 def run_command(config: RunOptions) -> None:
-    path, results = run(config)
-    directory = RunDirectory(path)
-    _show_results(directory, results)
-    if not results["labels"]:
-        print("no classifier yet: the stream has no labelled test images")
-    if directory.config.label_budget is not None:
-        print(f"label: streamclr label {path}")
-    print(f"report: {path / 'report.html'}")
+    with closing(Dashboard()) as dashboard:
+        path, results = run(config, dashboard=dashboard)
+        directory = RunDirectory(path)
+        _show_results(directory, results)
+        if not results["labels"]:
+            print("no classifier yet: the stream has no labelled test images")
+        if directory.config.label_budget is not None:
+            print(f"label: streamclr label {path}")
+        print(f"report: {path / 'report.html'}")
+        dashboard.stay()
 
 
 def eval_command(config: EvalOptions) -> None:

@@ -136,7 +136,7 @@ class Heads:
         return heads
 
     def _versions(self) -> list[HeadInfo]:
-        """The newest first, which `run --predict` serves; only that one can be chosen, and `rollback` drops it."""
+        """The one first that `run --predict` serves; only that one can be chosen, and `rollback` drops it."""
         heads = []
         for file, state in Versions(self.directory).facts():
             right, n, _ = state["score"]
@@ -183,11 +183,16 @@ class Heads:
     def load(self, fraction: float | None = None, served: bool = False) -> Classifier:
         """The classifier of a label fraction, else the version that is served, else the default."""
         if served:
-            version = Versions(self.directory).look()
-            if version is None:
-                raise UserError(f"{self.path} serves no version: run with --predict, and give it labels")
-            return version.classifier
+            return self.served()[1]
         return self.classifier(self.find(fraction))
+
+    def served(self) -> tuple[HeadInfo, Classifier]:
+        """The version that is served, with its own encoder."""
+        versions = Versions(self.directory)
+        version = versions.look()
+        if version is None:
+            raise versions.none()
+        return next(head for head in self._versions() if int(head.file.name) == version.number), version.classifier
 
     def classifier(self, info: HeadInfo, newest: tuple[ContrastiveModel, str] | None = None) -> Classifier:
         """The whole classifier of a person's answers or of a label fraction, with the head's own encoder if it has one.

@@ -19,8 +19,8 @@ from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import ContrastScoring, Policy, build_policy, policy_options
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
+from streamclr.runs.dashboard import check_can_serve
 from streamclr.runs.serving import check_can_predict
-from streamclr.runs.status import check_can_serve
 from streamclr.scenes import REACH
 from streamclr.stage_two import check_classifier
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
@@ -94,8 +94,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     check_classifier(plan.classifier)
     if ranks is not None and ranks.n > 1:
         stream = own_stream(plan, stream, ranks)
-    if plan.serve:
-        check_can_serve()
+    check_can_serve(plan)
     if plan.predict:
         check_can_predict(stream)
         if plan.memory is not None:

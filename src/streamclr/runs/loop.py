@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamclr.base.errors import LostRank, NotFinite, UserError
+from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
 from streamclr.base.progress import Progress, say
 from streamclr.guards import Guarded
 from streamclr.labelling.candidates import UNKNOWN, open_candidates
@@ -26,7 +26,7 @@ from streamclr.runs.evaluation import curve_point
 from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
-from streamclr.runs.status import Server, Window, memory
+from streamclr.runs.status import Window, memory
 from streamclr.streams.stream import Stream
 
 MAX_IN_A_ROW = 3  # undone steps, or returns to one checkpoint, before the run stops
@@ -104,8 +104,6 @@ class Loop:
             self.candidates = open_candidates(self.directory.path, plan, stream.epoch)
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
-            if plan.serve:
-                stack.enter_context(closing(Server(self.directory.path)))
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
             minutes, steps, is_first = plan.checkpoint_minutes, plan.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
@@ -123,7 +121,8 @@ class Loop:
                 for images in segments:
                     step = self._step(images)
                     bar.advance(len(images), str(step or "undone"))
-                    (is_due,) = self.ranks.largest(self.checkpoints.due())
+                    is_due, is_gone = self.ranks.largest(self.checkpoints.due(), self.directory.is_gone)
+                    self._end_if(is_gone)
                     if self.asked.by_any(self.ranks):
                         break
                     if is_due:
@@ -142,6 +141,14 @@ class Loop:
             message = f"stopped after step {self.learner.n_steps}: {again if saved else 'not saved'}"
             raise self.asked.stopped(self.ranks, message)
         return self.seconds
+
+    def _end_if(self, is_gone: float) -> None:
+        """End the run if somebody has removed its directory: what it learns could not be kept."""
+        if is_gone and self.ranks.index:
+            raise QuietExit(2)
+        if is_gone:
+            after = f"the run ends after step {self.learner.n_steps}, what its last checkpoint has not is lost"
+            raise UserError(f"{self.directory.path} was removed or moved: {after}")
 
     def _segments(self) -> Generator[Any]:
         """The segments of the stream while every rank has a whole one. Without other ranks the last may be smaller."""
@@ -284,6 +291,8 @@ class Loop:
 
     def _idle(self) -> None:
         """What still has to be done while nothing is learned."""
+        if self.ranks.n == 1:  # else all of them look after each step
+            self._end_if(self.directory.is_gone)
         self.notifier.alive()
         self._report_stream()
         self._challenge()
@@ -349,4 +358,5 @@ class Loop:
                 time.sleep(0.05)
 
     def _tell(self, event: str) -> None:
-        self.directory.tell(event, step=self.learner.n_steps)
+        if not self.directory.is_gone:  # else that is what there is to say
+            self.directory.tell(event, step=self.learner.n_steps)

@@ -1,6 +1,6 @@
 """A run: learn from a stream, then train and test a classifier on few labels."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -16,21 +16,28 @@ from streamclr.records.directory import RunDirectory, open_directory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import own_part, prepare, public_model
+from streamclr.runs.dashboard import Dashboard
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.harm import compare_encoders
 from streamclr.runs.loop import learn_stream
 from streamclr.streams.account import Account
 
 
-def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, Any]]:
+def run(
+    options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None = None
+) -> tuple[Path, dict[str, Any]]:
     """Learn, then evaluate; under torchrun, this rank's part of it. Returns the run directory and the results.
 
     stage_two: whether to evaluate.
+    dashboard: of --serve, which the caller closes; default: one that ends with the run.
     """
     with join(options.device, options.norm_over) as ranks:
         with ranks.together():
             plan, stream, learner = prepare(options, ranks)
-        with closing(open_directory(plan, ranks)) as directory:
+        with closing(open_directory(plan, ranks)) as directory, ExitStack() as stack:
+            if plan.serve and not ranks.index:
+                dashboard = dashboard or stack.enter_context(closing(Dashboard()))
+                dashboard.open(directory.path, plan.host, plan.port)
             learner.join(ranks)
             cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:

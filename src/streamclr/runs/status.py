@@ -1,11 +1,8 @@
 """Files in the run directory that the dashboard reads. A run writes them only while somebody watches."""
 
 import os
-import subprocess
-import sys
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +71,3 @@ class Window:
         part = self.directory.path / f".status.json.{os.getpid()}"
         part.write_text(json_line(status))  # no fsync: the learner must not wait for the disk
         part.replace(self.directory.path / "status.json")
-
-
-class Server:
-    """The dashboard of a run, in its own process that ends with this one."""
-
-    def __init__(self, path: Path):
-        check_can_serve()
-        command = [sys.executable, "-m", "streamclr", "serve", str(path), "--port", "0", "--until-eof"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def check_can_serve() -> None:
-    if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise UserError("the dashboard needs FastAPI and uvicorn: pip install -c constraints.txt -e '.[serve]'")

@@ -17,7 +17,7 @@ from streamclr.web.view import RunView, columns, find_runs, shown, thinned
 from streamclr.web.wall import Wall
 
 READ_EVERY = 1.0  # seconds between two reads of the runs, for all clients together
-FIND_RUNS_EVERY = 10  # reads between two searches for new runs
+FIND_RUNS_EVERY = 2  # reads between two searches for new runs, and for runs that were deleted
 MAX_CLIENTS = 64  # of /api/live at a time
 READ_ERRORS = (UserError, OSError, ValueError, KeyError, TypeError, RuntimeError)  # one bad run must not hide others
 KEEP_ALIVE_SECONDS = 15.0  # without a message, until a client gets an empty one
@@ -33,21 +33,42 @@ class Site:
         self.walls: dict[str, Wall] = {}
         self._workers: dict[str, Worker] = {}
         self._lock = threading.Lock()  # for the start of a worker
+        self._finding = threading.Lock()
+        self._listed = ""  # the last list of runs that was sent
         self._clients: set[asyncio.Queue[str | None]] = set()
         self._said: set[tuple[Path, str]] = set()  # read errors that were reported, by run and consequence
-        self._replaced: set[str] = set()  # runs whose directory now has another run in it
+        self._anew: set[str] = set()  # runs of which no client has the history
         self._statuses: dict[str, str] = {}  # the last status sent for each run
         for path in paths:
-            if not find_runs([path]):
-                raise UserError(f"{path} is no run directory, and has none in it")
-        self._find_runs()
-        if not self.views:
+            if not path.is_dir():
+                raise UserError(f"{path} is no run directory, and no directory of runs")
+        self.find_runs()
+        if not self.views and self._said:
             raise UserError(f"no readable run in {', '.join(map(str, paths))}")
+        if not self.views:
+            say(f"streamclr: no run in {', '.join(map(str, paths))} yet: it appears on the page when it starts")
 
-    def _find_runs(self) -> None:
-        for path in find_runs(self.paths):
-            number = run_id(path)
-            known = self.views.get(number)
+    def find_runs(self) -> None:
+        """Add the runs that have begun, and drop those whose directory was deleted."""
+        with self._finding:
+            for number, view in list(self.views.items()):
+                if view.is_gone():
+                    self._drop(number)
+            for path in find_runs(self.paths):
+                self._find(path)
+
+    def list(self) -> list[dict[str, Any]]:
+        return [{"id": run, **view.about()} for run, view in list(self.views.items())]
+
+    def _drop(self, number: str) -> None:
+        for by_run in (self.views, self.walls, self._statuses):
+            by_run.pop(number, None)  # type: ignore[attr-defined]
+        self._anew.discard(number)
+        if worker := self._workers.pop(number, None):
+            threading.Thread(target=worker.close, daemon=True).start()  # closing may take a while
+
+    def _find(self, path: Path) -> None:
+        XXX
             if known is None or known.is_another():
                 try:
                     view = RunView(path)
