@@ -148,7 +148,8 @@ class RunDirectory:
             return
         if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
             learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl")
-            for name in (*learned, "looked-at", "status.json", "buffer.safetensors"):  # the last for whoever looked
+            watched = ("looked-at", "status.json", "newest.safetensors", "buffer.safetensors")  # if somebody looked
+            for name in (*learned, *watched):
                 (self.path / name).unlink(missing_ok=True)
             for name in ("checkpoints", "ranks"):
                 shutil.rmtree(self.path / name, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The dashboard of a run while it learns: a process of its own, the port that it listens on, and the printed address."""
+"""The dashboard of a run while it learns, which is a process of its own: its port, and the address that is printed."""
 
 import io
 import os
@@ -36,7 +36,7 @@ class Dashboard:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C goes to the run, which then ends this process
-            env={name: value for name, value in os.environ.items() if name != "RANK"},  # it is no rank of torchrun's job
+            env={name: value for name, value in os.environ.items() if name != "RANK"},  # of torchrun's job
         )
         threading.Thread(target=self._relay, daemon=True).start()
 

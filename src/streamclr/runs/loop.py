@@ -153,7 +153,8 @@ class Loop:
     def _segments(self) -> Generator[Any]:
         """The segments of the stream while every rank has a whole one. Without other ranks the last may be smaller."""
         size = self.plan.segment
-        with closing(self.stream.segments(size, until=self.plan.images, idle=self._wait)) as segments:
+        saw = self.window.saw
+        with closing(self.stream.segments(size, until=self.plan.images, idle=self._wait, arrived=saw)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
                     self.stream.account.pass_over(len(images), "no segment on another rank")

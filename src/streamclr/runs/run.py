@@ -23,9 +23,7 @@ from streamclr.runs.loop import learn_stream
 from streamclr.streams.account import Account
 
 
-def run(
-    options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None = None
-) -> tuple[Path, dict[str, Any]]:
+def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None = None) -> tuple[Path, dict[str, Any]]:
     """Learn, then evaluate; under torchrun, this rank's part of it. Returns the run directory and the results.
 
     stage_two: whether to evaluate.

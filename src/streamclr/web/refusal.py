@@ -25,8 +25,8 @@ POLICY = (
 ADVICE: dict[int, tuple[str, str, tuple[str, ...]]] = {
     401: (
         "This address needs a token, or a new one",
-        "Each start of the server makes a new token, which is in the address that it prints. A bookmark, or a page that "
-        "was left open, has none or that of an earlier start.",
+        "Each start of the server makes a new token, which is in the address that it prints. A bookmark, or a page "
+        "that was left open, has none or that of an earlier start.",
         (
             "Look at the terminal where the server runs, or at its log. There is a line that begins with "
             "<code>open http://</code>. Open that address: from then on this browser is known, until the next start.",
@@ -41,7 +41,7 @@ ADVICE: dict[int, tuple[str, str, tuple[str, ...]]] = {
     ),
     421: (
         "The server does not know this host name",
-        "It answers under the names that it was told alone, so that no other site can reach it through a name of its own.",
+        "It answers under the names that it was told, so that no other site can reach it through a name of its own.",
         (
             "Open the address that the server printed.",
             "To use this name, start it again with <code>--allow-host NAME</code>.",
