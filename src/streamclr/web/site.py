@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ class Site:
     async def listen(self) -> AsyncIterator[str]:
         """The messages for one client, beginning with the list and the history of all runs."""
         client: asyncio.Queue[str | None] = asyncio.Queue()
-        client.put_nowait(_message("runs", {"runs": self.about()}))
+        client.put_nowait(_message("runs", {"runs": self.about(), "time": time.time()}))
         for run, view in list(self.views.items()):
             client.put_nowait(self._history(run, view))
             client.put_nowait(self._status(run, view))

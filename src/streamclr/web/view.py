@@ -159,7 +159,7 @@ class RunView:
             "name": shown(self.name),
             "source": shown(self.config.source),
             "policy": split(self.config.policy)[0],
-            "state": self.state,
+            "state": self._find_state(),
             "can_label": self.config.label_budget is not None,
             "predicts": self.config.predict,
         }
@@ -206,8 +206,8 @@ class RunView:
             return "finished"
         with suppress(OSError):
             if self.directory.is_learning:
-                last = self.journal.last.get("time")
-                return "waiting" if last is None or time.time() - last > WAITING_SECONDS else "learning"
+                last = os.path.getmtime(self.journal.path) if self.journal.path.exists() else 0.0
+                return "waiting" if time.time() - last > WAITING_SECONDS else "learning"
         return "stopped"
 
     def _read_events(self) -> None:
