@@ -16,7 +16,7 @@ from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.records.options import RunOptions
 from streamclr.runs import dashboard
-from streamclr.runs.dashboard import announce, check_can_serve, lan_address, listen, qr_code
+from streamclr.runs.dashboard import CLEARED, announce, check_can_serve, lan_address, listen, qr_code
 
 URL = "http://192.168.178.23:8765/?token=GfUSvgONKeNnjFZXbntCO8cvAnJ0wR1CYyib6-hUOwA"
 
@@ -86,8 +86,8 @@ def test_a_phone_can_read_the_address(monkeypatch, url):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     announce(url)
-    first, *rows = terminal.text.splitlines()
-    assert first == f"open {url}"
+    first, *rows = terminal.text.rstrip("\n").split("\n")
+    assert first == f"{CLEARED}open {url}"
     rows = [row.removeprefix("\033[97;40m").removesuffix("\033[0m") for row in rows]
     halves = {" ": "11", "▀": "01", "▄": "10", "█": "00"}
     drawn = [[halves[character][half] for character in row] for row in rows for half in (0, 1)]
@@ -103,7 +103,7 @@ def test_an_address_of_this_machine_alone_has_no_code(monkeypatch, url):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     announce(url)
-    assert terminal.text == f"open {url}\n"
+    assert terminal.text == f"{CLEARED}open {url}\n"
 
 
 def test_in_a_pipe_there_is_no_code(capsys):

@@ -9,6 +9,7 @@ import threading
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import say
@@ -16,6 +17,7 @@ from streamclr.records.options import USUAL_HOST, RunOptions
 
 USUAL_PORT = 8765
 OPEN = "open "  # how the line begins that has the address
+CLEARED = "\r\033[2K"  # the line at which the cursor is: that of a progress bar, which is drawn again below
 WHITE_ON_BLACK, AS_BEFORE = "\033[97;40m", "\033[0m"  # whatever the colours of the terminal are
 NOWHERE = ("192.0.2.1", 9)  # an address for documentation; nothing is sent there
 
@@ -41,12 +43,12 @@ class Dashboard:
         threading.Thread(target=self._relay, daemon=True).start()
 
     def _relay(self) -> None:
-        """Print what it prints: on a terminal a line of another process would break the progress bar."""
+        """Print what it prints. Not through the progress bar, which would break the address into two lines."""
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(OSError, ValueError):  # a closed pipe must not end the run
-                announce(line.removeprefix(OPEN).rstrip("\n"))
+                announce(line.removeprefix(OPEN).rstrip("\n"), sys.__stdout__)
 
     def stay(self) -> None:
         """On a terminal it outlives the run: whoever looks at it goes on until Ctrl-C. In a script it ends with it."""
@@ -107,12 +109,15 @@ def listen(host: str, port: int | None = None) -> socket.socket:
     return listening
 
 
-def announce(url: str) -> None:
+def announce(url: str, out: TextIO | None = None) -> None:
     """Print the address and, on a terminal, its QR code if a phone can reach it."""
-    print(f"{OPEN}{url}", flush=True)
+    out = out or sys.stdout
     is_local = any(f"//{name}:" in url.lower() for name in ("127.0.0.1", "localhost", "[::1]"))
-    if sys.stdout.isatty() and not is_local and find_spec("segno"):
-        print(qr_code(url), flush=True)
+    text = f"{OPEN}{url}\n"
+    if out.isatty():
+        code = qr_code(url) if find_spec("segno") and not is_local else ""
+        text = f"{CLEARED}{text}{code}"
+    print(text, end="", file=out, flush=True)
 
 
 def qr_code(text: str) -> str:
@@ -121,7 +126,7 @@ def qr_code(text: str) -> str:
 
     drawn = io.StringIO()
     segno.make(text, error="l", micro=False).terminal(drawn, compact=True)
-    return "\n".join(f"{WHITE_ON_BLACK}{line}{AS_BEFORE}" for line in drawn.getvalue().splitlines())
+    return "".join(f"{WHITE_ON_BLACK}{line}{AS_BEFORE}\n" for line in drawn.getvalue().splitlines())
 
 
 def lan_address() -> str:

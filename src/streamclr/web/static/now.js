@@ -3,7 +3,7 @@
 import { $, bytes, clock, count, duration, el, listOr, percent, perSecond, setText } from "./common.js";
 
 const LIVE_SECONDS = 10; // a frame that is not older counts as what is seen now
-const N_CHANGES = 40;
+const N_CHANGES = 60;
 const N_BARS = 8;
 const PIXELATED = 160; // pixels; pictures up to this width are enlarged with visible pixels, not blurred
 
