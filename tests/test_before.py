@@ -121,7 +121,7 @@ def test_the_dashboard_shows_them(home):
         "labelled": ("finished", 10),
         "stopped": ("stopped", 13),
     }
-    assert all(wall.content["n"] >= 16 for wall in site.walls.values())
+    assert all(wall.content["n"] >= 16 for wall in (view.wall for view in site.views.values()))
 
 
 def test_the_labelling_page_goes_on(home):

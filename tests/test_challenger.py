@@ -23,8 +23,8 @@ from streamclr.runs.challenger import (
     Challenger,
     DatasetLabels,
     hold_back,
-    is_not_worse,
     labels_at_hand,
+    right_by_class,
     score,
 )
 from streamclr.scenes import SPREAD_WEIGHT
@@ -145,12 +145,30 @@ def test_a_score_counts_a_class_that_is_not_known_as_wrong():
     assert score(torch.empty(0, 2), ["a", "b"], []) == Score(0, 0, 0.0)
 
 
-def test_not_worse_is_right_as_often_and_if_just_as_often_as_sure():
-    assert is_not_worse(Score(5, 6, 2.0), Score(4, 6, 0.1))
-    assert not is_not_worse(Score(4, 6, 0.1), Score(5, 6, 2.0))
-    assert is_not_worse(Score(5, 6, 0.3), Score(5, 6, 0.3))
-    assert not is_not_worse(Score(5, 6, 0.31), Score(5, 6, 0.3))
-    assert not is_not_worse(Score(5, 6, float("nan")), Score(5, 6, 0.3))
+def test_a_class_counts_those_that_are_right_of_it():
+    probabilities = torch.tensor([[0.8, 0.2], [0.4, 0.6], [1.0, 0.0], [0.9, 0.1]])
+    counted = right_by_class(probabilities, ["a", "b"], ["a", "b", "c", "b"])
+    assert counted == {"a": (1, 1), "b": (1, 2), "c": (0, 1)}
+    assert right_by_class(torch.empty(0, 2), ["a", "b"], []) == {}
+
+
+@pytest.mark.parametrize(
+    ("right", "loss", "classes", "is_taken"),
+    [
+        (5, 2.0, NAMES, True),
+        (4, 0.1, NAMES, False),  # a tie, however sure it is
+        (3, 0.1, NAMES, False),
+        (4, 0.5, (*NAMES, "white"), True),
+        (3, 0.5, (*NAMES, "white"), False),
+        (4, 0.5, ("red", "green", "white"), False),
+        (5, float("nan"), NAMES, False),
+    ],
+)
+def test_only_a_better_one_is_taken_or_as_good_a_one_that_knows_a_class_more(path, right, loss, classes, is_taken):
+    with challenging(path) as one:
+        old = make_version(one.versions.directory, score=Score(4, 6, 0.4))
+        new = make_version(one.versions.directory, classes=classes, score=Score(right, 6, loss))
+        assert (one._refusal(new, old, old.score) == "") == is_taken
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,9 +230,9 @@ def test_an_encoder_made_worse_on_purpose_is_not_taken(path):
         give(one, 2, blinded(path))
         assert one.versions.current is good
         assert "refused" in one.told[-1]
-        give(one, 3, weights(path))  # the same again is not worse
-        assert one.versions.current.number == 2
-        assert one.told[-1].endswith(f"; version 1 has {good.score} of them right")
+        give(one, 3, weights(path))  # the same again is a tie
+        assert one.versions.current is good
+        assert one.told[-1].endswith(f"refused: {good.score} labels held back right, version 1 has {good.score}")
 
 
 def test_a_better_one_replaces_a_bad_one(path):
@@ -273,26 +291,38 @@ def test_no_labels_at_all_are_told_once(path):
     assert told == [NEVER_LABELS]
 
 
-def test_after_a_rollback_the_same_is_not_taken_again(path):
+def test_what_is_pinned_stays_until_it_is_unpinned_and_then_the_better_one_comes_at_once(path, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_EVERY_SECONDS", 0.02)
     answer(path, 50)
     with challenging(path) as one:
-        give(one, 1, weights(path))
+        give(one, 1, blinded(path))
         give(one, 2, weights(path))
         assert one.versions.current.number == 2
         Versions(RunDirectory(path)).rollback()
-        one.versions.look()
-        give(one, 2, weights(path))  # the same encoder and labels
+        until(lambda: one.versions.current.number == 1)
+        n = one.n_taken, one.n_refused
+        for step in (2, 3):
+            give(one, step, weights(path))  # far better
+            assert one.versions.current.number == 1
+        answer(path, 5, first=50)
+        one.due()
+        assert not one.wants
+        give(one, 4, weights(path))
         assert one.versions.current.number == 1
-        give(one, 3, weights(path))  # another is compared with the one that is served now
+        assert (one.n_taken, one.n_refused) == n  # it was not even tried
+        Versions(RunDirectory(path)).unpin()
+        until(lambda: one.wants)
+        assert one.told[-1] == "version 1 is unpinned: a better one may take its place"
+        give(one, 4, weights(path))
+        assert len(one.versions.current.trained_on | one.versions.current.held_back) == 55
         assert one.versions.current.number == 3
         assert "; version 1 has" in one.told[-1]
 
 
 def test_a_rollback_in_the_middle_of_a_challenge_is_not_run_over(path, monkeypatch):
-    """The rival is another one then, and the challenger is measured against it."""
     answer(path, 50)
     with challenging(path) as one:
-        give(one, 1, weights(path))
+        give(one, 1, blinded(path))
         give(one, 2, weights(path))
         n_left, real = [1], Challenger._score_of
 
@@ -304,10 +334,11 @@ def test_a_rollback_in_the_middle_of_a_challenge_is_not_run_over(path, monkeypat
             return found
 
         monkeypatch.setattr(Challenger, "_score_of", score_of)
+        monkeypatch.setattr(Challenger, "_refusal", lambda *_: "")
         give(one, 3, weights(path))
-        assert one.versions.current.number == 3
-        assert "; version 1 has" in one.told[-1]
-        assert not (path / "served" / f"{2:010}").exists()
+        assert n_left == [0]
+        assert one.versions.current.number == 1
+        assert not (path / "served" / f"{3:010}").exists()
 
 
 def test_a_full_disk_costs_a_head_and_not_the_run(path, monkeypatch):

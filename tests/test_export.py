@@ -22,17 +22,43 @@ from streamclr.models import export as export_module
 from streamclr.models.export import FORMATS, describe, export
 from streamclr.models.formats.onnx_file import make_onnx
 from streamclr.models.formats.quantise import Calibration
-from streamclr.models.formats.torch_program import make_torch
+from streamclr.models.formats.torch_program import make_torch, open_torch
 from streamclr.models.heads import Heads
 from streamclr.models.parity import Parity, compare
+from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.streams import frame
 from support.images import random_images
+from support.labelling import make_version
 from support.runs import COMPACT, MOBILENET, classifier_of, made_run
 
 onnx = pytest.importorskip("onnx")
+
+
+@pytest.mark.system
+def test_the_served_version_is_exported_with_its_own_encoder(tmp_path):
+    """The one that a rollback pinned, not that of the newest encoder."""
+    directory = made_run(tmp_path / "run", size=16)
+    ours = Versions(directory)
+    for seed in (1, 2):
+        ours.take(make_version(directory, seed), ours.current)
+    now, _ = ours.rollback()
+    file, parity = export(directory, "torch", served=True)
+    assert parity.problem is None
+    program, images = open_torch(file.read_bytes()), random_images(6, 16, seed=3)
+    expected = now.probabilities(images)
+    assert torch.allclose(program(images)[0], expected, atol=1e-5)
+    about = json.loads(file.with_name(f"{file.name}.json").read_text())["metadata"]
+    assert about["state"] == "the encoder of step 7"
+    assert about["accuracy"] == {"value": 0.8, "measured": "5 labels held back"}
+    assert about["classes"] == ["red", "green", "blue"]
+    with pytest.raises(UserError, match="both --served and --fraction"):
+        export(directory, "torch", fraction=1.0, served=True)
+    with pytest.raises(UserError, match="serves no version: run with --predict"):
+        export(made_run(tmp_path / "other", size=16), "torch", served=True)
+
 
 CLASSES = ["Äpfel", "猫 & <b>", "x,y"]
 SIZE = 24

@@ -3,6 +3,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import torch
 
 from streamclr import Learner, UserError, resnet18
 from streamclr.base.errors import NotFinite
+from streamclr.cli.entry import main
 from streamclr.learner import all_finite
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
+from streamclr.runs.service import Notifier
 from support.damage import at_steps, break_gradient, break_moment, break_statistic, break_weight
 from support.images import make_folder
 
@@ -254,6 +257,42 @@ def test_a_disk_that_became_read_only_does_not_end_the_run(config, monkeypatch, 
     said = capsys.readouterr().err
     assert "the journal cannot be written" in said
     assert "no checkpoint of step" in said
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+@pytest.mark.parametrize("predict", [False, True])
+def test_a_run_whose_directory_is_gone_ends_with_one_line(config, tmp_path, monkeypatch, capsys, how, predict):
+    """Nothing is written where it was, and what is there now is left alone."""
+    path, moved = tmp_path / "run", tmp_path / "elsewhere"
+
+    def go(learner):
+        path.rename(moved)
+        if how == "removed":
+            shutil.rmtree(moved)
+        if how == "replaced":
+            path.mkdir()
+            shutil.copy(moved / "config.json", path / "config.json")
+
+    at_steps(monkeypatch, [4], go)
+    words = ["--source", config.source, "--images", "80", "--buffer", "8", "--width", "1", "--fractions", "1"]
+    words += ["--label-budget", "8", "--checkpoint-steps", "1", *["--predict"] * predict]
+    assert main(["run", *words, "--out", str(path)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        f"streamclr: {path} was removed or moved: the run ends after step 4, what its last checkpoint has not is lost"
+    )
+    assert [file.name for file in path.glob("*")] == ["config.json"] * (how == "replaced")
+    if how == "moved":
+        assert Checkpoints(moved / "checkpoints").numbers() == [1, 2, 3]
+
+
+def test_a_run_that_waits_for_frames_notices_that_its_directory_is_gone(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run"
+    (tmp_path / "watched").mkdir()
+    monkeypatch.setattr(Notifier, "ready", lambda _: shutil.rmtree(path))
+    assert main(["run", f"watch:{tmp_path / 'watched'}", "--width", "1", "--buffer", "8", "--out", str(path)]) == 2
+    assert "was removed or moved: the run ends after step 0" in capsys.readouterr().err.splitlines()[-1]
+    assert not path.exists()
 
 
 @pytest.mark.system

@@ -1,12 +1,13 @@
 """The pages in a real browser."""
 
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from playwright.sync_api import expect
 
 from streamclr.labelling.store import Labels
 from streamclr.models.heads import Heads
+from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.stream import open_stream
 from support.pages import ARTEFACTS, browser, finished_run
@@ -33,14 +35,16 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, serve):
-    """A page whose console stays empty: no script error, nothing that the content security policy had to stop.
+    """A page whose console stays empty: no script error, nothing that the content security policy had to stop; and
+    that asks no other host for anything.
 
     serve: so that it is closed while its servers are still there.
     """
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
-    told = []
+    told, hosts = [], set()
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
     page.on("console", lambda message: message.type in ("error", "warning") and told.append(message.text))
     page.on("pageerror", lambda error: told.append(str(error)))
     # A server that was killed on purpose cannot be reached for a while, and perhaps was just about to answer.
@@ -48,6 +52,7 @@ def page(chromium, serve):
     yield page
     context.close()
     assert [text for text in told if not re.search(page.foreseen, text)] == []
+    assert hosts <= {"127.0.0.1", None}
 
 
 def keep(page, name):
@@ -87,7 +92,7 @@ def until_seen(page):
 def live_run(tmp_path):
     """`run --serve`, and the URL of its dashboard. Its policy scores random views, so that some images leave in each
     step, also of a stream that has nothing new."""
-    options = "--source synthetic: --policy selective-bp --images 1000000 --width 4 --buffer 32 --probes 0"
+    options = "--source synthetic: --policy selective-bp --images 1000000 --width 4 --buffer 32 --probes 0 --port 0"
     command = [sys.executable, "-m", "streamclr", "run", *options.split(), "--serve", "--label-budget", "50"]
     command += ["--out", str(tmp_path / "live")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -105,20 +110,102 @@ def test_the_dashboard_of_a_live_run_moves(page, live_run):
     assert "token" not in page.url
     expect(page.locator('[data-value="state"]').first).to_contain_text("learning")
     until(page, f"() => ({N_ON_WALL})() >= 30")
-    until_more(page, "step", 0)
-    before, seen, first = number(page, "step"), number(page, "seen"), page.locator("#wall").inner_text()
-    until_more(page, "step", before)
+    until_more(page, "seen", 0)
+    seen, first = number(page, "seen"), page.locator("#wall").inner_text()
     until_more(page, "seen", seen)
     # The next picture of the buffer comes after 200 times as long as the last took: on a disk that stalls, minutes.
     until(page, "first => document.querySelector('#wall').innerText !== first", first, seconds=600)
     expect(page.locator("#left")).to_contain_text(re.compile("score .* lowest"))
     expect(page.locator("#account")).to_contain_text("received")
     expect(page.locator("#health")).to_contain_text("collapse")
+    expect(page.locator("#say")).to_have_text(re.compile("."))
+    frame = page.locator("#frames li[data-source] img")
+    expect(frame).to_have_count(1)
+    shown = frame.get_attribute("src")
+    until(page, "src => document.querySelector('#frames img').getAttribute('src') !== src", shown)
+    until(page, "() => document.querySelector('#frames img').naturalWidth === 32")
+    expect(page.locator("#frames .live .age")).to_have_text("live")
     until(page, "() => document.querySelectorAll('[data-chart=loss] path[d*=L]').length")
     keep(page, "dashboard")
     live_run.send_signal(signal.SIGTERM)
     assert live_run.wait(60) == 128 + signal.SIGTERM
     expect(page.locator("#connection")).to_contain_text("lost")
+
+
+PREDICTING = (
+    "run --source synthetic:?size=16 --images 1000000 --recipe paper --width 4 --buffer 32 --segment 32 --probes 0"
+)
+
+
+def test_what_the_camera_sees_with_its_class_and_how_good_that_is(page, serve, tmp_path):
+    """A classifier from the source's own labels: each frame's class, what changed, counts, accuracy by class."""
+    run = tmp_path / "predicting"
+    command = [sys.executable, "-m", "streamclr", *PREDICTING.split(), "--predict", "--fractions", "0.1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--checkpoint-steps", "20", "--out", str(run)], env=environment)
+    try:
+        while not (run / "served" / f"{1:010}").exists():
+            assert process.poll() is None
+            time.sleep(0.2)
+        page.goto(serve("serve", tmp_path).url)
+        expect(page.locator("#frames .class")).to_have_text(re.compile("^(?!no class yet)."))
+        expect(page.locator("#frames .sure")).to_have_text(re.compile(r"^\d.* %$"))
+        expect(page.locator("#classifier .figure")).to_contain_text(re.compile(r"^\d.* %version \d+"))
+        assert page.locator("#classifier .bars tr").count() >= 5
+        expect(page.locator("#classifier .bars td").last).to_have_text(re.compile(r"^\d+ of \d+$"))
+        expect(page.locator("#counts-title")).to_have_text(re.compile("^Seen in the last"))
+        expect(page.locator("#counts tbody tr").first).to_contain_text("%")
+        expect(page.locator("#changes [data-kind=class]").first).to_be_visible()
+        expect(page.locator("#changes")).to_contain_text("classifier is in use: version 1, from")
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        expect(page.locator("#say")).to_contain_text("The run has stopped.")
+        if len(list((run / "served").glob("0*"))) > 1:
+            Versions(RunDirectory(run)).rollback()
+            expect(page.locator("#classifier .pinned")).to_contain_text("streamclr unpin")
+        expect(page.locator("#frames .age")).to_have_text(re.compile("ago$"))
+        keep(page, "predicting")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_runs_come_and_go_while_the_page_is_open(page, serve, finished, tmp_path):
+    (tmp_path / "runs").mkdir()
+    page.foreseen += r"|404 \(Not Found\)"  # the buffer of a run that was deleted a moment ago
+    page.goto(serve("serve", tmp_path / "runs").url)
+    expect(page.locator("#no-runs")).to_be_visible()
+    shutil.copytree(finished, tmp_path / "runs" / "one")
+    expect(page.locator("#runs button")).to_have_text([re.compile("^one")])
+    expect(page.locator("#no-runs")).to_be_hidden()
+    until(page, "() => document.querySelectorAll('[data-chart=loss] path[d*=L]').length")
+    shutil.copytree(finished, tmp_path / "runs" / "two")
+    expect(page.locator("#runs button")).to_have_text([re.compile("^one"), re.compile("^two")])
+    page.locator("#runs button").last.click()
+    until(page, N_ON_WALL)
+    shutil.rmtree(tmp_path / "runs" / "two")
+    expect(page.locator("#runs button")).to_have_text([re.compile("^one")])
+    expect(page.locator("#runs [aria-pressed=true]")).to_have_count(1)  # the other is shown now
+    until(page, N_ON_WALL)
+    shutil.rmtree(tmp_path / "runs" / "one")
+    expect(page.locator("#no-runs")).to_be_visible()
+    assert page.locator("#frames:visible").count() == 0
+
+
+def test_a_page_of_an_earlier_start_says_what_to_do(page, serve, finished, held_port):
+    """A page that was left open, and the bookmark of it."""
+    page.foreseen += r"|401 \(Unauthorized\)"
+    served = serve("serve", finished, port=held_port)
+    page.goto(served.url)
+    expect(page.locator("#connection")).to_have_text("live")
+    bookmark = page.url
+    served.kill()
+    serve("serve", finished, port=held_port)
+    expect(page.locator("#connection")).to_contain_text("open the URL that the server printed")
+    assert page.goto(bookmark).status == 401
+    expect(page.locator("h1")).to_have_text("This address needs a token, or a new one")
+    expect(page.locator("ol")).to_contain_text("streamclr serve RUN")
+    keep(page, "old-token")
 
 
 def label(page, truth, n):
@@ -254,9 +341,13 @@ def test_several_runs_lie_over_each_other(page, serve, finished, tmp_path):
     served = serve("serve", finished, other)
     page.goto(served.url)
     expect(page.locator("#legend li")).to_have_count(2)
+    for box in page.locator("#legend input").all():
+        box.check()
     until(page, "() => document.querySelectorAll('[data-chart=loss] path[d*=L]').length >= 2")
-    assert page.locator('a[href^="/label/"]:visible').count() == 1
-    page.locator("#selected").select_option(label="other")
+    page.locator("#runs button", has_text="finished").first.click()
+    expect(page.locator('a[href^="/label/"]:visible')).to_have_count(1)
+    page.locator("#runs button", has_text="other").click()
+    expect(page.locator('a[href^="/label/"]:visible')).to_have_count(0)
     expect(page.locator("#left")).to_contain_text("it was the oldest")
     keep(page, "two-runs")
 
@@ -266,7 +357,7 @@ def test_a_page_without_the_token_shows_nothing(page, serve, finished):
     page.foreseen += r"|401 \(Unauthorized\)"  # of the page, and of the icon that the browser asks for by itself
     answer = page.goto(f"http://127.0.0.1:{served.port}/")
     assert answer.status == 401
-    assert "open the URL" in json.loads(page.locator("body").inner_text())["detail"]
+    assert "open the URL" in page.locator("body").inner_text()
 
 
 def test_the_map_is_used_by_keyboard(page, serve, finished):

@@ -241,9 +241,14 @@ def test_a_rollback_while_the_run_goes_on(tmp_path):
             until(lambda number=number: newest() == number, seconds=60)
         said = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=True).stdout
         assert said.startswith("now serving version 1 (step 0, 0 labels")
-        assert said.endswith(" instead of version 2\n")
+        pinned = f"it is pinned: no new version takes its place before streamclr unpin {path}"
+        assert said.endswith(f" instead of version 2\n{pinned}\n")
         until(lambda: newest() == 1, seconds=60)
         until(lambda: any("rolled back: version 1" in event for event in events(path)), seconds=60)
+        assert ours.take(version, ours.look()) is None  # it is pinned
+        said = subprocess.run([*STREAMCLR, "unpin", str(path)], capture_output=True, text=True, check=True).stdout
+        assert said.startswith("unpinned: a better version may take the place of version 1 (step 0, ")
+        until(lambda: any(event.startswith("version 1 is unpinned") for event in events(path)), seconds=60)
         again = subprocess.run([*STREAMCLR, "rollback", str(path)], capture_output=True, text=True, check=False)
         assert again.returncode == 2
         assert again.stderr == f"streamclr: version 1 is the first of {path}: there is none before it\n"

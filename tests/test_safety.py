@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import hmac
 import http.client
 import itertools
@@ -34,6 +35,7 @@ from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.web import safety
 from streamclr.web.app import make_app
+from streamclr.web.refusal import POLICY
 from streamclr.web.safety import Limits, Safe, own_names
 from streamclr.web.server import ServeOptions, serve
 from streamclr.web.site import Site
@@ -133,7 +135,8 @@ class Server:
     def check(self, answer):
         """What every answer has, and what none has."""
         assert answer.status < 500, answer
-        assert answer.headers.get_all("content-security-policy") == [CSP]
+        is_for_a_person = answer.status >= 400 and answer.headers["content-type"].startswith("text/html")
+        assert answer.headers.get_all("content-security-policy") == [POLICY if is_for_a_person else CSP]
         assert answer.headers.get_all("x-content-type-options") == ["nosniff"]
         assert answer.headers.get_all("referrer-policy") == ["no-referrer"]
         assert answer.headers.get_all("x-frame-options") == ["DENY"]
@@ -141,7 +144,7 @@ class Server:
         assert not [name for name in answer.headers if name.lower().startswith(("access-control-", "server"))]
         lasts = answer.status == 200 and answer.headers["content-type"] == "image/png"
         assert answer.headers["cache-control"] == ("private, max-age=86400, immutable" if lasts else "no-store")
-        if answer.status >= 400 and answer.body:
+        if answer.status >= 400 and answer.body and not is_for_a_person:
             assert answer.headers["content-type"] == "application/json"
             assert answer.json.keys() == {"detail"}
             assert "\n" not in answer.json["detail"]
@@ -1027,16 +1030,53 @@ def test_pictures_are_shown(server, ants):
         assert server.stranger("GET", path).status == 401
 
 
+# What a person sees ---------------------------------------------------------------------------------------------------
+
+BROWSER = ("Accept", "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8")
+
+
+@pytest.mark.parametrize("path", ["/", "/?token=of-an-earlier-start", "/label/0123456789abcdef", "/api/runs"])
+def test_an_old_bookmark_leads_to_a_page_that_says_what_to_do(server, runs, path):
+    """Without the token, and with nothing about the runs in it."""
+    answer = server.stranger("GET", path, BROWSER)
+    page = answer.body.decode()
+    assert (answer.status, answer.headers["content-type"]) == (401, "text/html; charset=utf-8")
+    assert "Each start of the server makes a new token" in page
+    assert "<code>streamclr serve RUN</code>" in page
+    assert server.token not in page
+    assert not any(name in page for name in (str(runs), CANARY, PASSWORD, "of-an-earlier-start"))
+    style = re.search("<style>(.*?)</style>", page, re.DOTALL)[1]
+    sha256 = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"style-src 'sha256-{sha256}'" in answer.headers["content-security-policy"]
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "script" not in page + answer.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "what"),
+    [
+        ([("Sec-Fetch-Site", "cross-site")], 403, "Opened from another site"),
+        ([("Host", "<b>evil</b>.example")], 421, "The server does not know this host name"),
+    ],
+)
+def test_other_refusals_are_pages_too_and_repeat_nothing(server, headers, status, what):
+    host = () if any(name == "Host" for name, _ in headers) else (("Host", server.host),)
+    answer = server.raw("GET", "/", *host, *headers, BROWSER, server.cookie)
+    assert answer.status == status
+    assert what in answer.body.decode()
+    assert "evil" not in answer.body.decode()
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def unserved(monkeypatch):
     """`serve` up to where it would begin, at the loopback address whatever it is told."""
-    listen = streamclr.web.server._listen
+    listen = streamclr.web.server.listen
     opened = []
     monkeypatch.setattr(
-        streamclr.web.server, "_listen", lambda _, port: opened.append(listen("127.0.0.1", port)) or opened[-1]
+        streamclr.web.server, "listen", lambda _, port: opened.append(listen("127.0.0.1", port)) or opened[-1]
     )
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(streamclr.web.server.os, "nice", lambda _: 0)
@@ -1082,7 +1122,7 @@ def test_a_bad_value_is_one_line(monkeypatch, runs, capsys, words):
 
 def test_small_answers_are_sent_at_once():
     """asyncio turns Nagle's algorithm off, which costs 40 ms a request, only where the protocol is TCP by name."""
-    with streamclr.web.server._listen("127.0.0.1", 0) as listening:
+    with streamclr.web.server.listen("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 

@@ -56,9 +56,12 @@ def test_what_a_client_is_told(run, serve):
                 name = line[7:]
             elif line.startswith("data: "):
                 events[name] = json.loads(line[6:])
-            if len(events) == 2:
+            if len(events) == 4:
                 break
     journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert [one["id"] for one in events["runs"]["runs"]] == [run_id(run)]
+    assert abs(events["runs"]["time"] - time.time()) < 600
+    assert events["now"] == {"run": run_id(run), **served.client.get(served.api(run, "/now")).json()}
     assert events["steps"]["reset"] is True
     assert events["steps"]["loss"] == [step["loss"] for step in journal]
     assert events["status"]["seen"] == journal[-1]["seen"]
@@ -69,7 +72,7 @@ def test_what_a_client_is_told(run, serve):
 
 
 @pytest.mark.system
-def test_a_run_that_begins_later_appears(run, serve, tmp_path):
+def test_a_run_that_begins_later_appears_and_a_deleted_one_goes(run, serve, tmp_path):
     shutil.copytree(run, tmp_path / "runs" / "one")
     served = serve("serve", tmp_path / "runs")
     with served.client.stream("GET", "/api/live") as live:
@@ -77,6 +80,9 @@ def test_a_run_that_begins_later_appears(run, serve, tmp_path):
         next(lines)
         shutil.copytree(run, tmp_path / "runs" / "two")
         until(lambda: len(served.client.get("/api/runs").json()["runs"]) == 2, seconds=60)
+        shutil.rmtree(tmp_path / "runs" / "one")
+        until(lambda: [one["name"] for one in served.client.get("/api/runs").json()["runs"]] == ["two"], seconds=60)
+        assert served.client.get(served.api(tmp_path / "runs" / "one", "/now")).status_code == 404
 
 
 class Client(threading.Thread):
@@ -166,6 +172,7 @@ def test_the_server_of_a_run_ends_with_it(run, tmp_path):
     ("words", "said"),
     [
         (["serve", "nowhere"], "no run directory"),
+        (["serve", "{run}/config.json"], "no run directory"),
         (["serve", "{run}", "--port", "70000"], "port is 70000"),
         (["serve", "{run}", "--host", "no.such.host.invalid"], "cannot listen on"),
         (["serve", "{run}", "--allow-host", "evil.com:80"], "without a port"),

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from streamclr.base.errors import UserError
+from streamclr.base.tensors import load_metadata, load_tensors
 from streamclr.guards import Guarded
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs import status as window
 from streamclr.runs.prepare import prepare
-from streamclr.runs.status import Window, look
+from streamclr.runs.status import NEWEST, Window, look
+from support.images import random_images
 
 
 @pytest.fixture
@@ -48,6 +50,24 @@ def test_who_looks_sees_the_status_and_the_buffer(shown):
     buffer = directory.load_buffer()
     assert torch.equal(buffer["images"], learner.buffer.images)
     assert buffer["features"].shape == (16, learner.model.n_features)
+
+
+def test_the_newest_frame_of_each_source_is_kept_for_who_looks(shown):
+    _, directory, one = shown
+    images = random_images(4, 32)
+    one.saw(images[:2], None)
+    one.saw(images[2:3], "rtsp://me:secret@door/1")
+    one.saw(images[:0], "yard")
+    one.saw(images[2:], "rtsp://me:secret@door/1")
+    one.update()
+    assert not (directory.path / NEWEST).exists()  # nobody looks
+    look(directory.path)
+    one.update()
+    tensors, about = load_tensors(directory.path / NEWEST), load_metadata(directory.path / NEWEST)["about"]
+    assert [frame["name"] for frame in json.loads(about)] == [None, "rtsp://me:***@door/1"]
+    assert torch.equal(tensors["0"], images[1])
+    assert torch.equal(tensors["1"], images[3])
+    assert all(abs(frame["time"] - time.time()) < 600 for frame in json.loads(about))
 
 
 def test_what_left_is_what_was_there_and_is_not_with_the_scores_for_which_it_went(shown):

@@ -34,6 +34,7 @@ def test_what_is_taken_is_what_another_process_finds(directory):
     assert torch.equal(theirs.probabilities(images()), version.probabilities(images()))
     assert (theirs.classes, theirs.step, theirs.score) == (version.classes, version.step, version.score)
     assert (theirs.trained_on, theirs.held_back) == (version.trained_on, version.held_back)
+    assert theirs.by_class == version.by_class == {"red": (4, 5)}
     assert theirs.about() == {"version": 1, "step": 7, "labels": 2, "held_back": 5, "accuracy": 0.8}
     assert not any(p.requires_grad for p in theirs.classifier.model.parameters())
     assert not theirs.classifier.model.training
@@ -49,7 +50,7 @@ def test_the_last_few_are_kept(directory):
     names = sorted(path.name for path in (directory.path / "served").iterdir())
     assert names == [f"{n:010}" for n in range(4, N_VERSIONS + 4)]
     for number in range(N_VERSIONS + 2, 3, -1):
-        assert Versions(directory).rollback()[0].number == number
+        assert Versions(directory).rollback()[0].number == Versions(directory).look().number == number
     with pytest.raises(UserError, match=r"version 4 is the first of .*: there is none before it"):
         served.rollback()
 
@@ -62,11 +63,70 @@ def test_a_rollback_of_another_process_is_seen_and_its_number_never_used_again(d
     assert running.current.number == 3  # not yet looked
     assert running.look().number == 2
     assert told == [f"rolled back: {now} is served instead of version 3"]
-    assert running.take(make_version(directory, 9), running.current).number == 4
+    assert unpinned(running).take(make_version(directory, 9), running.current).number == 4
     assert Versions(directory).rollback()[0].number == 2  # not 3, which was refused by a person
     assert [path.name for path in (directory.path / "served").glob(f"*{BACK}")] == [f"{4:010}{BACK}"]
     assert running.look().number == 2
-    assert running.take(make_version(directory, 9), running.current).number == 5
+    assert unpinned(running).take(make_version(directory, 9), running.current).number == 5
+
+
+def unpinned(running):
+    """Unpinned by another process, as `running` sees it."""
+    Versions(running.directory).unpin()
+    running.look()
+    return running
+
+
+def test_what_is_pinned_is_served_and_stays(directory):
+    told = []
+    running = taken(Versions(directory, told.append), 3)
+    now, _ = Versions(directory).rollback()
+    assert running.look().number == running.pinned == now.number == 2
+    assert running.take(make_version(directory, 9), running.current) is None
+    assert Versions(directory).look().number == 2
+    assert Versions(directory).rollback()[0].number == 1  # a pin does not hold a person back
+    assert running.look().number == running.pinned == 1
+    assert Versions(directory).unpin().number == 1
+    del told[:]
+    assert running.look().number == 1
+    assert running.pinned is None
+    assert told == ["version 1 is unpinned: a better one may take its place"]
+    assert running.take(make_version(directory, 9), running.current).number == 4
+    with pytest.raises(UserError, match="has no pinned version: streamclr rollback pins"):
+        Versions(directory).unpin()
+
+
+def test_a_rollback_that_was_killed_before_it_put_the_newer_ones_aside_holds(directory, monkeypatch):
+    taken(Versions(directory), 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Versions, "_put_aside", lambda *_: None)
+        Versions(directory).rollback()
+    assert sorted(path.name for path in (directory.path / "served").glob("0*")) == [f"{n:010}" for n in (1, 2, 3)]
+    assert Versions(directory).look().number == 2
+    assert [int(path.name) for path, _ in Versions(directory).facts()] == [2, 1]
+    assert Versions(directory).unpin().number == 2
+    assert Versions(directory).look().number == 2  # still not 3
+    assert Versions(directory).take(make_version(directory), None) is None
+    running = Versions(directory)
+    running.look()
+    assert running.take(make_version(directory), running.current).number == 4
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": "x"}', '{"version": null}'])
+def test_a_pin_that_somebody_damaged_pins_nothing(directory, content):
+    taken(Versions(directory), 2)
+    (directory.path / "served" / "pinned.json").write_text(content)
+    assert Versions(directory).look().number == 2
+    assert Versions(directory).unpin().number == 2
+    assert not (directory.path / "served" / "pinned.json").exists()
+
+
+def test_a_version_of_before_has_no_accuracy_by_class(directory):
+    version = make_version(directory)
+    state = {name: value for name, value in version.state_dict().items() if name != "by_class"}
+    (directory.path / "served").mkdir()
+    Checkpoints(directory.path / "served").save(1, state)
+    assert Versions(directory).look().by_class == {}
 
 
 def test_a_rollback_past_a_damaged_version_keeps_the_good_one_and_no_number_is_used_again(directory):
@@ -75,12 +135,12 @@ def test_a_rollback_past_a_damaged_version_keeps_the_good_one_and_no_number_is_u
     assert Versions(directory).rollback()[0].number == 1
     assert {path.name for path in (directory.path / "served").glob(f"*{BACK}")} == {f"{n:010}{BACK}" for n in (2, 3)}
     assert running.look().number == 1
+    unpinned(running)
     for number in (4, 5):
         assert running.take(make_version(directory), running.current).number == number
     for number in (4, 1):
         assert Versions(directory).rollback()[0].number == number
-    running.look()
-    assert running.take(make_version(directory), running.current).number == 6
+    assert unpinned(running).take(make_version(directory), running.current).number == 6
 
 
 def test_nothing_to_roll_back_is_one_line(directory):
@@ -95,7 +155,7 @@ def test_a_version_is_not_taken_instead_of_one_that_is_no_longer_served(director
     Versions(directory).rollback()
     assert running.take(make_version(directory), rival) is None
     assert running.current.number == 1
-    assert running.take(make_version(directory), running.current).number == 3
+    assert unpinned(running).take(make_version(directory), running.current).number == 3
 
 
 def flip(path):
@@ -135,6 +195,7 @@ def test_a_damaged_version_is_passed_over_and_told(directory, file, damage):
         lambda state: state["model"].pop("encoder.conv1.weight"),
         lambda state: state.update(score=[1]),
         lambda state: state.update(trained_on=None),
+        lambda state: state.update(by_class={"a": [1]}),
     ],
 )
 def test_what_is_whole_but_no_version_is_passed_over_too(directory, change):
@@ -183,6 +244,7 @@ def test_taking_and_rolling_back_at_the_same_time_leaves_whole_versions(director
         while not ends.is_set():
             with suppress(UserError):
                 Versions(directory, told.append).rollback()
+                Versions(directory, told.append).unpin()
 
     other = threading.Thread(target=roll_back)
     other.start()

@@ -148,9 +148,60 @@ def test_runs_are_found_in_directories_that_hold_them(run, tmp_path):
     assert find_runs([run]) == find_runs([tmp_path]) == find_runs([tmp_path, run]) == [run]
     (tmp_path / "empty").mkdir()
     assert find_runs([tmp_path / "empty", tmp_path / "gone", run]) == [run]
-    for path in ("empty", "gone"):
+    for path in ("gone", "run/config.json"):
         with pytest.raises(UserError, match="no run directory"):
             Site([run, tmp_path / path])
+
+
+def test_a_directory_without_runs_waits_for_them(run, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    site = Site([tmp_path / "runs"])
+    assert site.about() == []
+    assert "no run in" in capsys.readouterr().err
+    shutil.copytree(run, tmp_path / "runs" / "one")
+    site.find_runs()
+    assert [one["name"] for one in site.about()] == ["one"]
+
+
+def messages(site):
+    """What clients are told in a second, by event."""
+    told = [*site._list(), *(message for run in list(site.views) for message in site._news(run))]
+    parts = (message.removeprefix("event: ").split("\ndata: ") for message in told)
+    return [(event, json.loads(content)) for event, content in parts]
+
+
+def test_new_runs_appear_and_deleted_ones_go(run, tmp_path):
+    (run / "journal.jsonl").write_text(line(1))
+    site = Site([tmp_path])
+    first = messages(site)
+    assert [event for event, _ in first] == ["runs", "steps", "status", "now"]
+    assert [one["name"] for one in first[0][1]["runs"]] == ["run"]
+    assert messages(site) == []
+    shutil.copytree(run, tmp_path / "another")
+    site.find_runs()
+    told = messages(site)
+    assert [event for event, _ in told] == ["runs", "steps", "status", "now"]
+    assert [one["name"] for one in told[0][1]["runs"]] == ["run", "another"]
+    assert told[1][1]["reset"]
+    shutil.rmtree(tmp_path / "another")
+    site.find_runs()
+    ((event, content),) = messages(site)
+    assert (event, [one["name"] for one in content["runs"]]) == ("runs", ["run"])
+    run.rename(tmp_path / "moved")
+    site.find_runs()
+    assert [one["name"] for one in messages(site)[0][1]["runs"]] == ["moved"]
+
+
+def test_a_disk_that_fails_for_a_while_removes_no_run(run, monkeypatch):
+    site = Site([run])
+
+    def fails(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(view.RunView, "_identify", fails)
+        site.find_runs()
+    assert len(site.views) == 1
 
 
 def test_one_run_hides_no_other(run, tmp_path, capsys):
@@ -158,35 +209,30 @@ def test_one_run_hides_no_other(run, tmp_path, capsys):
     (tmp_path / "some").mkdir()
     shutil.copytree(run, tmp_path / "some" / "one")
     site = Site([run, tmp_path / "some"])
-    shutil.rmtree(run)
     for name in ("empty", "broken"):
         shutil.copytree(tmp_path / "some" / "one", tmp_path / "some" / name)
     save_tensors(tmp_path / "some" / "empty" / "buffer.safetensors", {"images": torch.empty(0)})
     (tmp_path / "some" / "broken" / "config.json").write_text("{}{")
-    site._find_runs()
-    site._find_runs()
+    site.find_runs()
+    site.find_runs()
     assert {view.name for view in site.views.values()} == {"run", "one", "empty"}
     assert capsys.readouterr().err.count("cannot read broken, left out: ") == 1
     assert all(site._news(number) is not None for number in site.views)
     write_json(tmp_path / "some" / "broken" / "config.json", dataclasses.asdict(run_plan(source="synthetic:")))
-    site._find_runs()
+    site.find_runs()
     assert len(site.views) == 4
 
 
-def test_what_was_shown_of_a_deleted_run_stays_and_another_in_its_place_is_another(run):
+def test_another_run_in_the_place_of_a_deleted_one_is_another(run):
     (run / "journal.jsonl").write_text(line(1) + line(2))
     os.utime(run / "config.json", (0, 0))  # or both are written in one tick of the file system's clock
     site = Site([run])
     (number,) = site.views
-    before = site.views[number]
-    shutil.rmtree(run)
     site._news(number)
-    site._find_runs()
-    assert site.views[number] is before
-    assert len(before.journal.points) == 2
+    shutil.rmtree(run)
     run.mkdir()
     write_json(run / "config.json", dataclasses.asdict(run_plan(source="synthetic:", images=7)))
-    site._find_runs()
+    site.find_runs()
     assert site.views[number].config.images == 7
     (run / "journal.jsonl").write_text(line(1))
     told = [message for message in site._news(number) if message.startswith("event: steps")]

@@ -74,4 +74,5 @@ def make_version(directory, seed=0, classes=CLASSES, score=Score(4, 5, 0.5), ste
     head = Head(model.n_features, len(classes))
     torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(seed))
     keys = frozenset({"a", "b"}), frozenset({"c"})
-    return Version(Classifier(model, head, classes, 16), step, *keys, score)
+    by_class = {classes[0]: (score.right, score.n)}
+    return Version(Classifier(model, head, classes, 16), step, *keys, score, by_class=by_class)

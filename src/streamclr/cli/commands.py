@@ -95,8 +95,11 @@ SECTIONS: dict[str, dict[str, Command | Group]] = {
             "cli.models:export_command",
         ),
         "rollback": Command(
-            "Make `run --predict` serve the version before the current one, while it runs or not.",
+            "Make `run --predict` serve the version before the current one, while it runs or not, until unpin.",
             "cli.models:rollback_command",
+        ),
+        "unpin": Command(
+            "Let better versions take the place of the one that `rollback` pinned.", "cli.models:unpin_command"
         ),
     },
     "research": {

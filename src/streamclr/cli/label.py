@@ -1,5 +1,6 @@
 """The commands `label page`, `export`, `import` and `train`."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ def page_command(config: LabelPageOptions) -> None:
     directory = RunDirectory.existing(config.run)
     if directory.config.label_budget is None:
         raise UserError(f"{directory.path} has no label queue: run with --label-budget {N_ASKED}")
-    serve(ServeOptions(config.port, config.host, config.allow_host, runs=(config.run,)), page="/label/{run}")
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(PageOptions)}
+    serve(ServeOptions(**own, runs=(config.run,)), page="/label/{run}")
 
 
 def export_command(config: LabelFileOptions) -> None:

@@ -1,4 +1,4 @@
-"""The commands `models get`, `models list`, `export` and `rollback`."""
+"""The commands `models get`, `models list`, `export`, `rollback` and `unpin`."""
 
 import sys
 from dataclasses import dataclass
@@ -28,6 +28,11 @@ class RollbackOptions:
     run: str = argument("the run directory")
 
 
+@dataclass(frozen=True)
+class UnpinOptions:
+    run: str = argument("the run directory")
+
+
 def get_command(config: GetOptions) -> None:
     print(get(config.name, None if config.from_ is None else Path(config.from_).expanduser()))
 
@@ -39,7 +44,7 @@ def list_command(config: ListOptions) -> None:
 def export_command(config: ExportOptions) -> int:
     directory = RunDirectory.existing(config.run)
     out = None if config.out is None else Path(config.out)
-    file, parity = export(directory, config.format, config.int8, out, config.fraction, config.pure)
+    file, parity = export(directory, config.format, config.int8, out, config.fraction, config.pure, config.served)
     parity.table(file.name).print()
     print(f"classifier: {file}")
     if parity.problem:
@@ -51,3 +56,9 @@ def export_command(config: ExportOptions) -> int:
 def rollback_command(config: RollbackOptions) -> None:
     now, was = Versions(RunDirectory.existing(config.run)).rollback()
     print(f"now serving {now} instead of version {was.number}")
+    print(f"it is pinned: no new version takes its place before streamclr unpin {config.run}")
+
+
+def unpin_command(config: UnpinOptions) -> None:
+    now = Versions(RunDirectory.existing(config.run)).unpin()
+    print(f"unpinned: a better version may take the place of {now or 'none'}")

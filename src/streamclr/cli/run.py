@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import textwrap
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.choose import choose, command
+from streamclr.runs.dashboard import Dashboard
 from streamclr.runs.doctor.diagnose import DoctorOptions, diagnose, suggest
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.next_step import next_step
@@ -51,14 +53,16 @@ def run_command(config: RunCommandOptions) -> None:
         stream = open_run_stream(config)
         print("\n".join(choose(config, resolve(config, stream), stream, look=True).lines()))
         return
-    path, results = run(config)
-    directory = RunDirectory(path)
-    _show_results(directory, results)
-    if not results["labels"]:
-        print("no classifier yet: the stream has no labelled test images")
-    print(f"report: {path / 'report.html'}")
-    if then := next_step(directory):
-        print(f"next: {then}")
+    with closing(Dashboard()) as dashboard:
+        path, results = run(config, dashboard=dashboard)
+        directory = RunDirectory(path)
+        _show_results(directory, results)
+        if not results["labels"]:
+            print("no classifier yet: the stream has no labelled test images")
+        print(f"report: {path / 'report.html'}")
+        if then := next_step(directory):
+            print(f"next: {then}")
+        dashboard.stay()
 
 
 def eval_command(config: EvalOptions) -> None:

@@ -50,6 +50,7 @@ class ExportOptions:
     )
     pure: bool = option(False, "with --int8: in 8 bits alone, a fifth of the size, for accelerators and small devices")
     fraction: float | None = option(None, "the classifier of this label fraction [the largest]")
+    served: bool = option(False, "the version that `run --predict` serves, with its own encoder")
     out: str | None = option(
         None,
         "the file or directory, which must be new [RUN/NAME.onnx, NAME-int8.onnx, NAME.pte, NAME.pt2, NAME-pretrained]",
@@ -63,9 +64,12 @@ def export(
     out: Path | None = None,
     fraction: float | None = None,
     pure: bool = False,
+    served: bool = False,
 ) -> tuple[Path, Parity]:
     """Write the file, compare it with PyTorch on real images, and write the result beside it, into FILE.json."""
     kind = _checked(format, int8, pure)
+    if served and fraction is not None:
+        raise UserError("both --served and --fraction are given: use one of them")
     _check_encoder(directory.config.encoder, format, int8)
     name = directory.path.resolve().name + ("-int8" if int8 else "")
     file = directory.path / f"{name}{kind.suffix}" if out is None else out
@@ -76,10 +80,15 @@ def export(
     if not file.parent.is_dir():
         raise UserError(f"no directory {file.parent} for {file.name}: make it, or give another --out")
     learner, encoder = directory.newest_learner()
-    model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
     heads = Heads(directory)
-    head = heads.find(fraction)
-    classifier = heads.classifier(head, (model, encoder)).cpu()
+    if served:
+        head, classifier = heads.served()
+        encoder = head.encoder
+    else:
+        model = directory.load_model() if learner is None else directory.model_with(learner["model"], encoder)
+        head = heads.find(fraction)
+        classifier = heads.classifier(head, (model, encoder))
+    classifier = classifier.cpu()
     if learner is None:
         results = directory.results or {}
         buffer, n_seen, n_steps = directory.load_buffer()["images"], results["images"], results.get("steps")

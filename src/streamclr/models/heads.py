@@ -148,7 +148,7 @@ class Heads:
         return heads
 
     def _versions(self) -> list[HeadInfo]:
-        """The newest first, which `run --predict` serves; only that one can be chosen, and `rollback` drops it."""
+        """The one first that `run --predict` serves; only that one can be chosen, and `rollback` drops it."""
         heads = []
         for file, state in Versions(self.directory).facts():
             right, n, _ = state["score"]
@@ -194,18 +194,24 @@ class Heads:
 
     def load(self, fraction: float | None = None, served: bool = False) -> Classifier:
         """The classifier of a label fraction, else the version that is served, else the default."""
-        if served or (fraction is None and self._only_served):
-            version = Versions(self.directory).look()
-            if version is not None:
-                return version.classifier
-            if served:
-                raise UserError(f"{self.path} serves no version: run with --predict, and give it labels")
+        if served:
+            return self.served()[1]
+        if fraction is None and self._only_served and (version := Versions(self.directory).look()) is not None:
+            return version.classifier
         info = self.find(fraction)
         newest = self.directory.newest_encoder()
         if info.file == self.labelled_file and not info.has_encoder and info.encoder != newest:
             newer = f"streamclr label train {self.path} makes a newer one"
             say(f"streamclr: this classifier is for {info.encoder}, and the run has learned on to {newest}: {newer}")
         return self.classifier(info)
+
+    def served(self) -> tuple[HeadInfo, Classifier]:
+        """The version that is served, with its own encoder."""
+        versions = Versions(self.directory)
+        version = versions.look()
+        if version is None:
+            raise versions.none()
+        return next(head for head in self._versions() if int(head.file.name) == version.number), version.classifier
 
     def classifier(self, info: HeadInfo, newest: tuple[ContrastiveModel, str] | None = None) -> Classifier:
         """The whole classifier of a person's answers or of a label fraction, with the head's own encoder if it has one.

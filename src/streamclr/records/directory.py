@@ -90,6 +90,18 @@ class RunDirectory:
         self._lock.close()
 
     @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed or moved the directory that this process has locked, or put another there."""
+        locked = os.fstat(self._lock.fileno())
+        try:
+            found = (self.path / "config.json").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a disk that fails for a while
+            return False
+        return (found.st_dev, found.st_ino) != (locked.st_dev, locked.st_ino)
+
+    @property
     def is_learning(self) -> bool:
         """Whether a process is at work in it."""
         with (self.path / "config.json").open("rb") as file:
@@ -146,9 +158,12 @@ class RunDirectory:
 
     def remove_if_empty(self) -> None:
         """Take back a run that failed before its first step; what tells or holds something stays."""
+        if self.is_gone:  # and what is there now is not ours
+            return
         if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
             learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl", FIRST)
-            for name in (*learned, "looked-at", "status.json", "buffer.safetensors"):  # the last for whoever looked
+            watched = ("looked-at", "status.json", "newest.safetensors", "buffer.safetensors")  # if somebody looked
+            for name in (*learned, *watched):
                 (self.path / name).unlink(missing_ok=True)
             for name in ("checkpoints", "ranks"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -284,6 +299,11 @@ class RankDirectory(RunDirectory):
         with suppress(OSError):
             self.path.rmdir()
 
+    @property
+    def is_gone(self) -> bool:
+        """The first rank says it for all."""
+        return False
+
     def close(self) -> None:
         pass
 
@@ -309,7 +329,9 @@ def _why_no_run(path: Path) -> str:
 
 
 # Options that change where and how a run is kept, not what it learns.
-NOT_THE_RUNS = tuple("out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve predict".split())
+NOT_THE_RUNS = tuple(
+    "out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve host port predict".split()
+)
 
 
 def _default_place(plan: RunPlan) -> Path:

@@ -204,8 +204,21 @@ class PaceOptions:
         return share
 
 
+USUAL_HOST = "127.0.0.1"
+
+
 @dataclass(frozen=True)
-class ServingOptions:
+class ListenOptions:
+    """Where the pages are served."""
+
+    host: str = option(USUAL_HOST, "the address to serve the pages on; 0.0.0.0 lets other machines open them")
+    port: int | None = option(
+        None, "the port to serve the pages on; 0 picks any free one [8765, or any free one if that is taken]"
+    )
+
+
+@dataclass(frozen=True)
+class ServingOptions(ListenOptions):
     """What a run shows or answers while it learns."""
 
     predict: bool = option(

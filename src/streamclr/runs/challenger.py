@@ -1,4 +1,4 @@
-"""Trains a new head on the newest encoder while the run learns; it is served only if it is not worse than the last."""
+"""Trains a new head on the newest encoder while the run learns; it is served only if it is better than the last."""
 
 import hashlib
 import math
@@ -6,6 +6,7 @@ import os
 import sqlite3
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +33,6 @@ from streamclr.streams.stream import Stream
 MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 3  # with fewer, none is held back
 HOLD_BACK_EVERY = 5  # of each class every fifth label is held back
 MAX_LABELS = 5000  # of a dataset; the learning curve takes as many
-LOSS_TOLERANCE = 1e-3  # the same images in other batches give other last digits
 LOOK_EVERY_SECONDS = 1.0  # for new labels, and for a rollback
 BATCH_SIZE = 64  # images
 NICE = 10  # about a tenth of a busy core; with 19 a head would take an hour
@@ -156,12 +156,11 @@ def score(probabilities: Tensor, classes: Sequence[str], truth: Sequence[str]) -
     return Score(right, len(truth), float(-of_truth.clamp(min=1e-6).log().mean()))
 
 
-def is_not_worse(new: Score, old: Score) -> bool:
-    """More labels held back are right, or as many with no higher log-loss.
-
-    On a handful of labels a much worse head may have as many right by chance; the log-loss still differs.
-    """
-    return new.right > old.right or (new.right == old.right and new.loss <= old.loss + LOSS_TOLERANCE)
+def right_by_class(probabilities: Tensor, classes: Sequence[str], truth: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Of each true class how many images are right, and of how many."""
+    found = [classes[label] for label in probabilities.argmax(1).tolist()] if truth else []
+    n, right = Counter(truth), Counter(name for name, guess in zip(truth, found, strict=True) if name == guess)
+    return {name: (right[name], n[name]) for name in sorted(n)}
 
 
 class Ended(Exception):
@@ -182,7 +181,8 @@ class Challenger:
         tell: Callable[[str], None],
     ):
         self.labels, self.versions, self.model_with, self.tell = labels, versions, model_with, tell
-        self.wants = labels is not None
+        self._pinned = versions.pinned  # at the last look
+        self.wants = labels is not None and self._pinned is None
         self.n_taken = self.n_refused = 0
         self._offered: tuple[int, dict[str, Tensor]] | None = None
         self._lock = threading.Lock()  # wants and _offered change together
@@ -194,8 +194,8 @@ class Challenger:
         self._thread = self._pool.submit(self._work)
 
     def due(self) -> None:
-        """A checkpoint was written."""
-        self.wants = self.labels is not None
+        """A checkpoint was written, or the run ends."""
+        self.wants = self.labels is not None and self.versions.pinned is None  # what is pinned stays anyway
 
     def give(self, step: int, weights: dict[str, Tensor]) -> None:
         """Hand over the weights after a step; nobody may change these tensors afterwards."""
@@ -240,9 +240,10 @@ class Challenger:
 
     def _look(self) -> None:
         self.versions.look()
+        was_pinned, self._pinned = self._pinned, self.versions.pinned
         if self.labels is None:
             self._tell_once(NEVER_LABELS)
-        elif self.labels.changed():
+        elif self._pinned is None and (was_pinned is not None or self.labels.changed()):
             with self._lock:
                 if self._offered is None:  # else they will be read anyway
                     self.wants = True
@@ -254,6 +255,8 @@ class Challenger:
 
     def _challenge(self, step: int, weights: dict[str, Tensor]) -> None:
         assert self.labels is not None
+        if self.versions.pinned is not None:
+            return  # what is pinned stays, whatever is better
         classes = self.labels.read()
         if self._last == (step, classes):
             return  # so that a version that was rolled back is not made again
@@ -276,7 +279,8 @@ class Challenger:
                 against = f"; version {rival.number} has {old} of them right" if rival and old and old.n else ""
                 self.tell(f"{taken} is served{against}")
                 return
-            # Somebody rolled back meanwhile: compare with the version that is served now.
+            if self.versions.pinned is not None:  # somebody rolled back meanwhile
+                return
 
     def _refusal(self, new: Version, rival: Version | None, old: Score | None) -> str:
         """Why the new version is refused; empty if it is accepted."""
@@ -287,10 +291,11 @@ class Challenger:
         if not new.held_back:
             more = len(new.trained_on) > len(rival.trained_on)
             return "" if more else "there is no label to measure it with, and it knows no more of them"
-        if is_not_worse(new.score, old):
+        if new.score.right > old.right:
             return ""
-        losses = f", log-loss {new.score.loss:.3f} against {old.loss:.3f}" if new.score.right == old.right else ""
-        return f"{new.score} labels held back right, version {rival.number} has {old}{losses}"
+        if new.score.right == old.right and set(new.classes) > set(rival.classes):
+            return ""  # no tie: it knows a class that the other never gives
+        return f"{new.score} labels held back right, version {rival.number} has {old}"
 
     def _trained(
         self, step: int, weights: dict[str, Tensor], class_of: dict[str, str], rival: Version | None
@@ -320,9 +325,10 @@ class Challenger:
         head = fit_linear(spread, targets[whose], len(classes), weights=counts, groups=whose)
         measured = sorted(held & rows.keys())
         probabilities = head(known[[rows[key] for key in measured]]).softmax(1)
-        found = score(probabilities, classes, [class_of[key] for key in measured])
+        truth = [class_of[key] for key in measured]
+        found, by_class = score(probabilities, classes, truth), right_by_class(probabilities, classes, truth)
         classifier = Classifier(model, head, classes, self.versions.directory.image_size)
-        return Version(classifier, step, frozenset(trained_on), frozenset(measured), found)
+        return Version(classifier, step, frozenset(trained_on), frozenset(measured), found, by_class=by_class)
 
     def _score_of(self, version: Version, class_of: dict[str, str], held_back: frozenset[str]) -> Score:
         """The score of a version on these labels, with its own encoder."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamclr.base.errors import LostRank, NotFinite, UserError
+from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
 from streamclr.base.progress import Progress, say
 from streamclr.guards import Guarded
 from streamclr.labelling.candidates import UNKNOWN, open_candidates
@@ -27,7 +27,7 @@ from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
 from streamclr.runs.next_step import next_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
-from streamclr.runs.status import Server, Window, memory
+from streamclr.runs.status import Window, memory
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 
@@ -109,8 +109,6 @@ class Loop:
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
                 self._save_first_model()
-            if plan.serve:
-                stack.enter_context(closing(Server(self.directory.path)))
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
             minutes, steps, is_first = plan.checkpoint_minutes, plan.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
@@ -129,7 +127,8 @@ class Loop:
                     self._offer(images)  # first, because a step takes time: a person may be waiting to label
                     step = self._step(images)
                     bar.advance(len(images), str(step or "undone"))
-                    (is_due,) = self.ranks.largest(self.checkpoints.due())
+                    is_due, is_gone = self.ranks.largest(self.checkpoints.due(), self.directory.is_gone)
+                    self._end_if(is_gone)
                     if self.asked.by_any(self.ranks):
                         break
                     if is_due:
@@ -152,10 +151,19 @@ class Loop:
             raise self.asked.stopped(self.ranks, message)
         return self.seconds
 
+    def _end_if(self, is_gone: float) -> None:
+        """End the run if somebody has removed its directory: what it learns could not be kept."""
+        if is_gone and self.ranks.index:
+            raise QuietExit(2)
+        if is_gone:
+            after = f"the run ends after step {self.learner.n_steps}, what its last checkpoint has not is lost"
+            raise UserError(f"{self.directory.path} was removed or moved: {after}")
+
     def _segments(self) -> Generator[Any]:
         """The segments of the stream while every rank has a whole one. Without other ranks the last may be smaller."""
         size = self.plan.segment
-        with closing(self.stream.segments(size, until=self.plan.images, idle=self._wait)) as segments:
+        saw = self.window.saw
+        with closing(self.stream.segments(size, until=self.plan.images, idle=self._wait, arrived=saw)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
                     self.stream.account.pass_over(len(images), "no segment on another rank")
@@ -322,6 +330,8 @@ class Loop:
 
     def _idle(self) -> None:
         """What still has to be done while nothing is learned."""
+        if self.ranks.n == 1:  # else all of them look after each step
+            self._end_if(self.directory.is_gone)
         self.notifier.alive()
         self._report_stream()
         self._challenge()
@@ -387,4 +397,5 @@ class Loop:
                 time.sleep(0.05)
 
     def _tell(self, event: str) -> None:
-        self.directory.tell(event, step=self.learner.n_steps)
+        if not self.directory.is_gone:  # else that is what there is to say
+            self.directory.tell(event, step=self.learner.n_steps)

@@ -12,8 +12,8 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.choose import choose
+from streamclr.runs.dashboard import check_can_serve
 from streamclr.runs.serving import check_can_predict
-from streamclr.runs.status import check_can_serve
 from streamclr.stage_two import check_classifier
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
@@ -33,8 +33,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
         if options.label_budget is None:
             plan = dataclasses.replace(plan, label_budget=None)
         stream = own_stream(plan, stream, ranks)
-    if plan.serve:
-        check_can_serve()
+    check_can_serve(plan)
     if plan.predict:
         check_can_predict(stream)
         if plan.memory is not None:

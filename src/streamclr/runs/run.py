@@ -1,7 +1,7 @@
 """A run: learn from a stream, then train and test a classifier on few labels."""
 
 import dataclasses
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -18,6 +18,7 @@ from streamclr.records.directory import RunDirectory, open_directory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan
 from streamclr.runs.assemble import public_model
+from streamclr.runs.dashboard import Dashboard
 from streamclr.runs.evaluation import evaluate_run
 from streamclr.runs.harm import compare_encoders
 from streamclr.runs.loop import learn_stream
@@ -26,17 +27,21 @@ from streamclr.streams.account import Account
 from streamclr.streams.stream import Stream
 
 
-def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, Any]]:
+def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None = None) -> tuple[Path, dict[str, Any]]:
     """Learn, then evaluate; under torchrun, this rank's part of it. Returns the run directory and the results.
 
     stage_two: whether to evaluate.
+    dashboard: of --serve, which the caller closes; default: one that ends with the run.
     """
     with join(options.device, options.norm_over) as ranks:
         with ranks.together():
             plan, stream, learner = prepare(options, ranks)
-        with closing(open_directory(plan, ranks)) as directory:
+        with closing(open_directory(plan, ranks)) as directory, ExitStack() as stack:
             if options.label_budget is None:
                 plan = with_room_for_questions(plan, stream, directory)
+            if plan.serve and not ranks.index:
+                dashboard = dashboard or stack.enter_context(closing(Dashboard()))
+                dashboard.open(directory.path, plan.host, plan.port)
             learner.join(ranks)
             cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:

@@ -1,23 +1,26 @@
 """Files in the run directory that the dashboard reads. A run writes them only while somebody watches."""
 
+import json
 import os
-import subprocess
-import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from streamclr.base.errors import UserError
-from streamclr.base.extras import how_to_install
 from streamclr.base.files import json_line
+from streamclr.base.options import redacted
+from streamclr.base.tensors import safetensors_parts
 from streamclr.compute.memory import resident
 from streamclr.learner import Learner
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.stream import Stream
 
 WATCHED_SECONDS = 15.0  # a run counts as watched this long after the last look
+NEWEST = "newest.safetensors"  # the newest frame of each source
 STATUS_EVERY, BUFFER_EVERY = 1.0, 3.0  # seconds, at least
 MAX_BUFFER_SHARE = 0.005  # share of the time that may go into writing the buffer
 
@@ -38,11 +41,18 @@ def memory() -> int | None:
 
 
 class Window:
-    """Writes `status.json` about every second and `buffer.safetensors` less often, while `looked-at` is recent."""
+    """Writes `status.json` and the newest frames about every second, and `buffer.safetensors` less often, while
+    `looked-at` is recent."""
 
     def __init__(self, directory: RunDirectory, learner: Learner, stream: Stream):
         self.directory, self.learner, self.stream = directory, learner, stream
         self._status_due = self._buffer_due = 0.0  # seconds on the monotonic clock
+        self._newest: dict[str | None, tuple[float, Tensor]] = {}  # by source: when its last frame came, and the frame
+
+    def saw(self, images: Tensor, source: str | None) -> None:
+        """Images that have just come, n x 3 x H x W; another thread may call it."""
+        if len(images):
+            self._newest[source] = time.time(), images[-1].clone()  # a view would keep all of them in memory
 
     def update(self, at_once: bool = False, **facts: Any) -> None:
         """Call it after each step and while waiting for images. The facts go into the status."""
@@ -52,6 +62,7 @@ class Window:
         self._status_due = now + STATUS_EVERY
         with suppress(OSError, UserError):  # a full disk must not stop the run
             self._write_status(facts)
+            self._write_newest()
             if not at_once and now >= self._buffer_due and len(self.learner.buffer):
                 self.directory.save_buffer(self.learner, self.stream)
                 took = time.monotonic() - now
@@ -72,29 +83,18 @@ class Window:
             "sources": {n: {"connected": up, "lost": lost} for n, (up, lost) in self.stream.connections().items()},
             **facts,
         }
-        part = self.directory.path / f".status.json.{os.getpid()}"
-        part.write_text(json_line(status))  # no fsync: the learner must not wait for the disk
-        part.replace(self.directory.path / "status.json")
+        self._write("status.json", [json_line(status).encode()])
 
+    def _write_newest(self) -> None:
+        newest = list(self._newest.items())
+        if newest:
+            about = [{"name": None if name is None else redacted(name), "time": when} for name, (when, _) in newest]
+            tensors = {str(i): image for i, (_, (_, image)) in enumerate(newest)}
+            self._write(NEWEST, safetensors_parts(tensors, {"about": json.dumps(about)}))
 
-class Server:
-    """The dashboard of a run, in its own process that ends with this one."""
-
-    def __init__(self, path: Path):
-        check_can_serve()
-        command = [sys.executable, "-m", "streamclr", "serve", str(path), "--port", "0", "--until-eof"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def check_can_serve() -> None:
-    if not all(find_spec(name) for name in ("fastapi", "uvicorn")):
-        raise UserError(f"the dashboard needs FastAPI and uvicorn: {how_to_install('serve')}")
+    def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Without waiting for the disk: nothing of it is needed after a power cut."""
+        part = self.directory.path / f".{name}.{os.getpid()}"
+        with part.open("wb") as file:
+            file.writelines(parts)
+        part.replace(self.directory.path / name)

@@ -1,6 +1,7 @@
 """The pages and their HTTP interface, described in docs/dashboard.md."""
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -17,8 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from streamclr.base.errors import UserError
 from streamclr.labelling.store import MAX_NAME_LENGTH, Conflict, Missing
 from streamclr.labelling.worker import Worker
+from streamclr.runs.status import look
 from streamclr.web.site import MAX_CLIENTS, Site
-from streamclr.web.view import shown
+from streamclr.web.view import RunView, shown
 
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 CACHE_FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # the content at such a URL never changes
@@ -78,10 +80,11 @@ def make_app(site: Site) -> FastAPI:
     )
     static = {file.name: file.read_bytes() for file in (files("streamclr.web") / "static").iterdir()}
 
-    def known(run: str) -> str:
-        if run not in site.views:
+    def view(run: str) -> RunView:
+        found = site.views.get(run)
+        if found is None:
             raise HTTPException(404, "no such run")
-        return run
+        return found
 
     @app.get("/static/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
@@ -95,7 +98,8 @@ def make_app(site: Site) -> FastAPI:
 
     @app.get("/label/{run}", include_in_schema=False)
     async def label_page(run: str) -> Response:
-        site.opened(known(run))
+        view(run)
+        site.opened(run)
         return await file("label.html")
 
     @app.get("/favicon.ico", include_in_schema=False)
@@ -105,7 +109,8 @@ def make_app(site: Site) -> FastAPI:
     @app.get("/api/runs")
     async def runs() -> dict[str, Any]:
         """The runs that are shown."""
-        return {"runs": [{"id": run, **view.about()} for run, view in site.views.items()]}
+        await asyncio.to_thread(site.find_runs)
+        return {"runs": site.about()}
 
     @app.get("/api/live", include_in_schema=False)  # it never ends
     async def live() -> StreamingResponse:
@@ -116,20 +121,37 @@ def make_app(site: Site) -> FastAPI:
     @app.get("/api/runs/{run}/wall")
     async def wall(run: Run) -> dict[str, Any]:
         """The buffer as last written: pictures, scores, ages, map, and the images that left."""
-        content = site.walls[known(run)].content
+        content = view(run).wall.content
         sheet = f"/api/runs/{run}/sheets/{content['version']}" if content["version"] else None
         return content | {"picture": sheet}
 
     @app.get("/api/runs/{run}/sheets/{version}", response_class=Response)
     async def sheet(run: Run, version: Key) -> Response:
         """All pictures of the buffer in one PNG."""
-        picture = site.walls[known(run)].sheets.get(version)
+        picture = view(run).wall.sheets.get(version)
         if picture is None:
             raise HTTPException(404, "picture outdated; read /wall again")
         return Response(picture, media_type="image/png", headers=CACHE_FOR_A_DAY)
 
+    @app.get("/api/runs/{run}/now")
+    async def now(run: Run) -> Response:
+        """What the cameras saw last, its class, what changed lately, the classifier in use and the labels."""
+        one = view(run)
+        look(one.path)
+        content = await asyncio.to_thread(one.now)
+        return Response(json.dumps(content), media_type="application/json")  # ASCII: a class may have any folder's name
+
+    @app.get("/api/runs/{run}/frames/{version}", response_class=Response)
+    async def frame(run: Run, version: Key) -> Response:
+        """The newest frame of a source, as `now` names it."""
+        picture = view(run).newest.pictures.get(version)
+        if picture is None:
+            raise HTTPException(404, "picture outdated; read /now again")
+        return Response(picture, media_type="image/png", headers=CACHE_FOR_A_DAY)
+
     def worker(run: str) -> Worker:
-        return site.worker(known(run))
+        view(run)
+        return site.worker(run)
 
     @app.get("/api/runs/{run}/labels")
     def labels(run: Run) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from streamclr.web.refusal import refusal
+
 MAX_BODY_BYTES = 64 * 1024
 MAX_BODY_SECONDS = 10.0  # until the whole body has arrived
 RATE, BURST = 100.0, 400.0  # requests per second from one address, and how many at once after a pause
@@ -76,7 +78,11 @@ class Safe:
             else:
                 return await self.app(scope, _replay(body, receive), _with_headers(send))
         status, detail = refused
-        await JSONResponse({"detail": detail}, status, HEADERS)(scope, receive, send)
+        is_for_a_person = "text/html" in headers.get("accept", "")
+        answer = refusal(status, detail) if is_for_a_person else JSONResponse({"detail": detail}, status)
+        for name, value in HEADERS.items():
+            answer.headers.setdefault(name, value)
+        await answer(scope, receive, send)
 
     def _refuses(self, scope: Scope, headers: Headers, is_known: bool) -> tuple[int, str] | None:
         address = (scope.get("client") or ("",))[0]

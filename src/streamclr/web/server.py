@@ -14,13 +14,12 @@ import torch
 from streamclr.base.errors import UserError
 from streamclr.base.options import argument, option
 from streamclr.base.progress import say
-from streamclr.runs.status import check_can_serve
+from streamclr.records.options import ListenOptions
+from streamclr.runs.dashboard import announce, check_installed, lan_address, listen
 
 
 @dataclass(frozen=True)
-class PageOptions:
-    port: int = option(8765, "the port; 0 picks any free port")
-    host: str = option("127.0.0.1", "the address to listen on; 0.0.0.0 makes the pages reachable from other machines")
+class PageOptions(ListenOptions):
     allow_host: str | None = option(None, "further names that browsers may use for this server, separated by commas")
 
 
@@ -32,7 +31,7 @@ class ServeOptions(PageOptions):
 
 def serve(config: ServeOptions, page: str = "/") -> None:
     """Serve until stopped. page: path of the URL to print; `{run}` in it stands for the first run."""
-    check_can_serve()
+    check_installed()
     import uvicorn
 
     from streamclr.web.app import make_app
@@ -41,7 +40,7 @@ def serve(config: ServeOptions, page: str = "/") -> None:
     from streamclr.web.site import Site, run_id
 
     site = Site([Path(run) for run in config.runs])
-    listening = _listen(config.host, config.port)
+    listening = listen(config.host, config.port)
     port = listening.getsockname()[1]
     hosts = own_names(config.host)
     for name in filter(None, map(str.strip, (config.allow_host or "").split(","))):
@@ -81,30 +80,12 @@ def serve(config: ServeOptions, page: str = "/") -> None:
     if config.until_eof:
         threading.Thread(target=stop_at_end_of_input, daemon=True).start()
     ip = ip_of(config.host)
-    shown = "127.0.0.1" if ip and ip.is_unspecified else f"[{config.host}]" if ":" in config.host else config.host
+    shown = lan_address() if ip and ip.is_unspecified else f"[{config.host}]" if ":" in config.host else config.host
     where = page.format(run=run_id(Path(config.runs[0])))
-    print(f"open http://{shown}:{port}{where}?token={token}", flush=True)
+    announce(f"http://{shown}:{port}{where}?token={token}")
     if not ip.is_loopback if ip else config.host.lower() != "localhost":
         say(
             f"streamclr: {config.host} is reachable from other machines: whoever has this URL can see and label the "
             "images, and the connection is not encrypted"
         )
     server.run(sockets=[listening])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise UserError(f"port is {port}: use 1 to 65535, or 0 for any free port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only if the protocol is given
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)  # a browser that opens the URL at once waits instead of being refused
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on port {port} of {host} ({error.strerror}): give another --port, or 0 for any free port"
-        ) from None
-    except UnicodeError:  # not a valid host name
-        raise UserError(f"host is {host!r}: use an address such as 127.0.0.1") from None
-    return listening

@@ -1,8 +1,9 @@
-"""A run as the pages show it, read from its directory: the growing journal, the state, the health."""
+"""A run as the pages show it, read from its directory: what is seen now, the growing journal, the state, the health."""
 
 import json
 import math
 import os
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -15,6 +16,10 @@ from streamclr.base.files import read_json
 from streamclr.base.options import redacted, split
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.loop import COLLAPSED_SPREAD, N_COLLAPSED
+from streamclr.web.now import Newest, Predictions
+from streamclr.web.plain import plain
+from streamclr.web.standing import Standing
+from streamclr.web.wall import Wall
 
 MAX_POINTS = 1000  # of a chart
 MAX_JOURNAL_BYTES = 8 * 2**20  # a longer journal is sampled instead of read in full
@@ -122,6 +127,10 @@ class RunView:
         self.journal = JournalTail(self.path / "journal.jsonl")
         self.events: deque[dict[str, Any]] = deque(maxlen=20)
         self._events_offset = 0
+        self.wall = Wall(self.path, split(self.config.policy)[0])
+        self.newest, self.predictions = Newest(self.path), Predictions(self.path)
+        self.standing = Standing(self.directory)
+        self._lock = threading.Lock()  # a program may ask what is seen now while the pages are told
         self.state = "stopped"
         self._status: dict[str, Any] = {}  # the last status.json
 
@@ -135,13 +144,53 @@ class RunView:
             return self._identify() != self._identity
         return False
 
+    def is_gone(self) -> bool:
+        """Whether the directory was deleted or moved; not that its disk cannot be read now."""
+        try:
+            self._identify()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            pass
+        return False
+
     def about(self) -> dict[str, Any]:
         return {
             "name": shown(self.name),
             "source": shown(self.config.source),
             "policy": split(self.config.policy)[0],
-            "state": self.state,
+            "state": self._find_state(),
             "can_label": self.config.label_budget is not None,
+            "predicts": self.config.predict,
+        }
+
+    def now(self) -> dict[str, Any]:
+        """What the cameras saw last, its class, what changed lately, the classifier in use and the labels."""
+        with self._lock:
+            self.newest.update()  # before the predictions, so that each of its frames has one
+            self.predictions.update()
+            self.standing.update()
+            return {
+                "frames": [self._frame(**frame) for frame in self.newest.frames],
+                "changes": [
+                    change | {"source": change["source"] and shown(change["source"])}
+                    for change in self.predictions.changes
+                ],
+                "counts": self.predictions.counts(),
+                "classifier": self.standing.classifier,
+                "labels": self.standing.labels,
+            }
+
+    def _frame(self, name: str | None, time: float, picture: str, side: int) -> dict[str, Any]:
+        one = self.predictions.at(name, time)
+        known = None if one is None else {"class": one.class_name, "probability": one.probability}
+        only = next(iter(self._sources), shown(self.config.source))  # the name of a source that is alone
+        return {
+            "name": only if name is None else shown(name),
+            "time": time,
+            "picture": picture,
+            "side": side,
+            **(known or {"class": None, "probability": None}),
         }
 
     def update(self) -> tuple[bool, list[Point]]:
@@ -157,8 +206,8 @@ class RunView:
             return "finished"
         with suppress(OSError):
             if self.directory.is_learning:
-                last = self.journal.last.get("time")
-                return "waiting" if last is None or time.time() - last > WAITING_SECONDS else "learning"
+                last = os.path.getmtime(self.journal.path) if self.journal.path.exists() else 0.0
+                return "waiting" if time.time() - last > WAITING_SECONDS else "learning"
         return "stopped"
 
     def _read_events(self) -> None:
@@ -174,7 +223,9 @@ class RunView:
         for line in lines[:-1]:
             with suppress(ValueError, KeyError, TypeError):  # damaged, or cut off at the start
                 event = json.loads(line)
-                self.events.append({"time": event["time"], "step": event["step"], "event": shown(event["event"])})
+                kind, text = plain(said := shown(event["event"]), self._sources)
+                one = {"time": event["time"], "step": event["step"], "event": said, "kind": kind, "plain": text}
+                self.events.append(one)
 
     def status(self) -> dict[str, Any]:
         last, written = self.journal.last, self._status

@@ -23,6 +23,8 @@ function filled(element, attributes, children) {
   return element;
 }
 
+export const listOr = (items, nothing) => (items.length ? items : [el("li", { class: "note" }, nothing)]);
+
 // Only what changed is written: a screen reader repeats a live region at every write.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
