@@ -9,7 +9,7 @@ import torch
 
 from streamclr.base.errors import UserError
 from streamclr.labelling.candidates import Candidates, open_candidates, place, read_candidates, read_clips
-from streamclr.records.label_budget import CLIP, LabelBudget, clips_that_fit, n_candidates_that_fit
+from streamclr.records.label_budget import CLIP, LabelBudget, clips_that_fit, n_candidates_that_fit, record_size
 from support.images import random_images
 from support.runs import run_plan
 
@@ -220,7 +220,9 @@ def test_a_file_of_single_frames_goes_on_as_such(tmp_path):
      (10_000, None, 1250, 8), (500, None, 250, 2), (19, 1, 2, 8), (5, 1, 2, 2), (1, 1, 1, 1)],
 )  # fmt: skip
 def test_clips_are_shorter_where_there_would_be_too_few_to_choose_from(n_frames, n_asked, n_clips, length):
-    assert clips_that_fit(n_frames, n_asked) == (n_clips, length)
+    room = 4096 + n_frames * record_size((3, 8, 8))
+    assert clips_that_fit(room, 8, None, n_asked) == (n_clips, length, 0)
+    assert clips_that_fit(2**40, 8, n_frames, n_asked) == (n_clips, length, 0)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,13 @@ from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.account import Account
-from streamclr.streams.frame import REASONS, BadFrame, decode, dimensions, square
+from streamclr.streams.frame import REASONS, BadFrame, Frame, dimensions
+from streamclr.streams.sight import MIDDLE, decode
 from support.malformed import malformed, png_with_size
+
+
+def square(pixels, size):
+    return MIDDLE.square(Frame(Image.fromarray(pixels), pixels.shape[1::-1]), size)
 
 
 def encoded(image, format="PNG", **options):
@@ -297,7 +302,8 @@ from contextlib import suppress
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.malformed import malformed, whole_images
-from streamclr.streams.frame import BadFrame, decode, dimensions
+from streamclr.streams.frame import BadFrame, dimensions
+from streamclr.streams.sight import decode
 warnings.simplefilter("error")
 
 def peak():
