@@ -15,13 +15,10 @@ from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.account import Account
-from streamclr.streams.frame import REASONS, BadFrame, Frame, dimensions
-from streamclr.streams.sight import MIDDLE, decode
+from streamclr.streams.frame import REASONS, BadFrame, dimensions
+from streamclr.streams.sight import decode
+from support.images import middle_square as square
 from support.malformed import malformed, png_with_size
-
-
-def square(pixels, size):
-    return MIDDLE.square(Frame(Image.fromarray(pixels), pixels.shape[1::-1]), size)
 
 
 def encoded(image, format="PNG", **options):

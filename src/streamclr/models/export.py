@@ -172,17 +172,8 @@ def make_pretrained(classifier: Classifier, about: dict[str, Any], calibration: 
     card = Card(images=about["images_seen"], accuracy=accuracy["value"], measured=accuracy["measured"], **same)
     with tempfile.TemporaryDirectory() as place:
         made = Path(place) / "pretrained"
-        save_pretrained(
-            Pretrained(
-                classifier.model,
-                classifier.head,
-                classifier.classes,
-                classifier.size,
-                card,
-                about.get("fit", MIDDLE.fit),
-            ),
-            made,
-        )
+        parts = classifier.model, classifier.head, classifier.classes, classifier.size
+        save_pretrained(Pretrained(*parts, card, about.get("fit", MIDDLE.fit)), made)
         return from_pretrained(made)
 
 

@@ -55,8 +55,9 @@ class Box(NamedTuple):
             n * side / 100 if is_percent else n
             for n, is_percent, side in zip(self.numbers, self.are_percent, sides, strict=True)
         )
-        left, top, right, bottom = round(x), round(y), round(x + w), round(y + h)
-        return left, top, max(right, left + 1), max(bottom, top + 1)
+        left = min(round(x), width - 1) if self.are_percent[0] else round(x)
+        top = min(round(y), height - 1) if self.are_percent[1] else round(y)
+        return left, top, max(round(x + w), left + 1), max(round(y + h), top + 1)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class Feed:
     @classmethod
     def of(cls, content: dict[str, Any]) -> "Feed":
         """From what `dataclasses.asdict` made of one, by way of JSON."""
-        return cls(**content | {"sights": tuple(Sight(**sight) for sight in content["sights"])})
+        sights = tuple(Sight(**sight) for sight in content["sights"])
+        return cls(**content | {"sights": sights, "place": tuple(content["place"])})
 
     @property
     def names(self) -> list[str]:
