@@ -90,7 +90,7 @@ def usual_options(model: Predictor, source: str) -> dict[str, Any]:
     """What the source is opened with, so that the model sees what it learned from, unless the source says otherwise."""
     kind, _, written = split_source(source)
     # The model scales the images of a dataset itself: opening a dataset with another size needs torch, and is slow.
-    usual = {} if kind in DATASETS else {"size": model.size}
+    usual: dict[str, Any] = {} if kind in DATASETS else {"size": model.size}
     usual |= {"fit": model.fit} if takes(source, "fit") else {}
     if (fit := written.get("fit", model.fit)) != model.fit:
         say(f"streamclr: fit={fit}, and the model learned from frames with fit={model.fit}: it sees others now")

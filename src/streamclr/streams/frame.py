@@ -22,8 +22,10 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 from streamclr.base.errors import UserError
 
 # "unreadable": there is no such file, or the disk fails. "smaller than crop": crop= or regions= reach beyond its edges.
-REASONS = ("unreadable", "empty", "not an image", "too large", "truncated", "damaged", "pixels without a range")
-REASONS += ("smaller than crop",)
+REASONS = (
+    "unreadable", "empty", "not an image", "too large", "truncated", "damaged", "pixels without a range",
+    "smaller than crop",
+)  # fmt: skip
 MAX_PIXELS = 64_000_000
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")

@@ -251,8 +251,9 @@ class CameraStream(CameraFrames, Stream):
     def _segments(
         self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
     ) -> Generator[Tensor]:
-        told = arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name))
-        frames = self.frames(n, until, idle, told, thumbnail_every)
+        frames = self.frames(
+            n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)), thumbnail_every
+        )
         with closing(frames):
             for images in frames:
                 segment = torch.from_numpy(images)

@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
     mark: Any = None  # the source's own
     due: float = 0.0  # when the next frame is due, if fps is given
-    count: int = 0  # frames before
+    n_frames: int = 0  # before
     n_regions: int = 0  # of the next frame that have been handed out already
     moved: tuple[Any, ...] = ()  # for each region the last frame in which something moved: cells, or their bytes
 
@@ -83,7 +83,7 @@ class CaptureThread:
         self._change = threading.Condition()
         self._sign_of_life = time.monotonic()
         self._place = Place.of(feed.place)  # after the last frame, queued or not
-        self._count = self._place.count  # frames so far, with those of earlier processes
+        self._count = self._place.n_frames  # frames so far, with those of earlier processes
         self._due = self._place.due if feed.kind == "video" else 0.0  # when the next frame is due, if fps is given
         self._hours = None if feed.between is None else Hours.parse(feed.between)
         moved = self._place.moved or [None] * len(feed.sights)
@@ -158,7 +158,7 @@ class CaptureThread:
                 track = f"{track} {gate.n_scenes}"
         except BadFrame as error:
             rejected = error.reason
-        if place.count < self._count:
+        if place.n_frames < self._count:
             place = place._replace(n_regions=region + 1)
         place = place._replace(moved=self._moved())
         if pixels is None or reason:
@@ -199,7 +199,7 @@ class CaptureThread:
         frame = raw.decode(partial(spare, feed.sights, feed.size))
         if self._frame_size is None:
             self._frame_size = frame.size
-            if not self._place.count:  # else it was right before: the frame is rejected
+            if not self._place.n_frames:  # else it was right before: the frame is rejected
                 for sight in feed.sights:
                     sight.check(*frame.size)
         return frame

@@ -404,11 +404,15 @@ class CaptureProcess:
 
 def by_region(parts: list[Frames]) -> list[tuple[int, Frames]]:
     """The frames of one camera, region by region, each in the order in which they came."""
-    regions, tracks, thumbnails = ([one for part in parts for one in part[i]] for i in (1, 2, 3))
+    if not parts:
+        return []
+    pixels = np.concatenate([part.pixels for part in parts])
+    regions = [region for part in parts for region in part.regions]
+    tracks = [track for part in parts for track in part.tracks]
+    thumbnails = [thumbnail for part in parts for thumbnail in part.thumbnails]
     found = []
     for region in sorted(set(regions)):
         rows = [row for row, its in enumerate(regions) if its == region]
-        pixels = np.concatenate([part.pixels for part in parts])[rows]
-        own = ([column[row] for row in rows] for column in (regions, tracks, thumbnails))
-        found.append((region, Frames(pixels, *own)))
+        own = [tracks[row] for row in rows], [thumbnails[row] for row in rows]
+        found.append((region, Frames(pixels[rows], [region] * len(rows), *own)))
     return found
