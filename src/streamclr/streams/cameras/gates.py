@@ -9,8 +9,8 @@ from PIL import Image
 
 from streamclr.base.errors import UserError
 
-# A still frame of 720p with noise of 20 of 255 on each pixel, 2 % flicker and JPEG artefacts changes no cell by more than
-# 12; every object that enters with 1 % of the frame changes 0.5 % of the cells by more (docs/sources.md#motion).
+# A still frame of 720p with noise of 20 of 255 on each pixel, 2 % flicker and JPEG artefacts changes no cell by more
+# than 12; every object that enters with 1 % of the frame changes 0.5 % of the cells by more (docs/sources.md#motion).
 CELLS, CHANGE = 32, 12  # cells in a row, and of 255: a cell that differs by more has changed
 MOTION = 0.5  # per cent of the cells
 PAUSE_SECONDS = 1.0  # without motion, after which what moves next is another scene
