@@ -1,15 +1,25 @@
 import hashlib
+import io
 import json
 import os
 import struct
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from streamclr.base.errors import UserError
 from streamclr.labelling.candidates import Candidates, open_candidates, place, read_candidates, read_clips
-from streamclr.records.label_budget import CLIP, LabelBudget, clips_that_fit, n_candidates_that_fit
+from streamclr.records.label_budget import (
+    CLIP,
+    THUMBNAIL_BYTES,
+    LabelBudget,
+    clips_that_fit,
+    n_candidates_that_fit,
+    record_size,
+)
 from support.images import random_images
 from support.runs import run_plan
 
@@ -220,7 +230,9 @@ def test_a_file_of_single_frames_goes_on_as_such(tmp_path):
      (10_000, None, 1250, 8), (500, None, 250, 2), (19, 1, 2, 8), (5, 1, 2, 2), (1, 1, 1, 1)],
 )  # fmt: skip
 def test_clips_are_shorter_where_there_would_be_too_few_to_choose_from(n_frames, n_asked, n_clips, length):
-    assert clips_that_fit(n_frames, n_asked) == (n_clips, length)
+    room = 4096 + n_frames * record_size((3, 8, 8))
+    assert clips_that_fit(room, 8, None, n_asked) == (n_clips, length, 0)
+    assert clips_that_fit(2**40, 8, n_frames, n_asked) == (n_clips, length, 0)
 
 
 @pytest.mark.parametrize(
@@ -252,3 +264,113 @@ def test_a_budget_is_a_number_or_a_share(text, n_seen, n):
 def test_a_budget_that_is_none_is_refused(text):
     with pytest.raises(UserError, match="label_budget"):
         LabelBudget.parse(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Thumbnails.
+
+
+def jpeg_of(number, side=64, quality=80):
+    content = io.BytesIO()
+    noise = np.random.default_rng(number).integers(0, 256, (side, side, 3), np.uint8)
+    Image.fromarray(noise).save(content, "JPEG", quality=quality)
+    return content.getvalue()
+
+
+def with_thumbnails(path, numbers, every=4, n_clips=5, segment=7, clip=CLIP):
+    """Frames of which every Nth has a thumbnail."""
+    images = random_images(max(numbers) + 1, 8)
+    candidates = Candidates(path, n_clips, (3, 8, 8), clip=clip, thumbnail=THUMBNAIL_BYTES)
+    for first in range(0, len(numbers), segment):
+        own = numbers[first : first + segment]
+        given = {number: jpeg_of(number) for number in own if number % every == 0}
+        candidates.offer(images[own], own[0], thumbnail_of=given.get)
+    candidates.close()
+    return candidates
+
+
+@pytest.mark.parametrize("segment", [1, 3, 7, 64])
+def test_the_frame_to_ask_about_has_the_thumbnail_nearest_to_the_middle(tmp_path, segment):
+    with_thumbnails(tmp_path / "c", range(400), segment=segment)
+    found = read_candidates(tmp_path / "c")
+    assert len(found) == 5
+    for candidate in found:
+        assert candidate.arrival % CLIP == CLIP // 2
+        assert candidate.thumbnail == jpeg_of(candidate.arrival)
+    for clip in read_clips(tmp_path / "c"):
+        assert len(clip) == CLIP
+        assert sum(frame.thumbnail is not None for frame in clip) == 1
+
+
+def test_a_clip_without_a_thumbnail_never_shows_that_of_the_clip_before_it(tmp_path):
+    with_thumbnails(tmp_path / "c", range(400), every=400)  # the first frame alone has one
+    for candidate in read_candidates(tmp_path / "c"):
+        assert candidate.thumbnail is None or candidate.arrival == 0
+    with_thumbnails(tmp_path / "d", range(400), every=3, segment=1)
+    for candidate in read_candidates(tmp_path / "d"):
+        assert candidate.thumbnail == jpeg_of(candidate.arrival)
+
+
+def test_offered_again_the_thumbnails_are_the_same(tmp_path):
+    for name, numbers in (("whole", [*range(300)]), ("again", [*range(250)])):
+        with_thumbnails(tmp_path / name, numbers)
+    images, size = random_images(300, 8), (tmp_path / "whole").stat().st_size
+    again = Candidates(tmp_path / "again", 5, (3, 8, 8), clip=CLIP, thumbnail=THUMBNAIL_BYTES)
+    for first in range(130, 300, 10):
+        given = {number: jpeg_of(number) for number in range(first, first + 10) if number % 4 == 0}
+        again.offer(images[first : first + 10], first, thumbnail_of=given.get)
+    kept = [[(*c[:2], c.thumbnail) for c in read_candidates(tmp_path / name)] for name in ("whole", "again")]
+    assert kept[0] == kept[1]
+    assert (tmp_path / "again").stat().st_size == size == 4096 + 5 * (CLIP * (32 + 192) + THUMBNAIL_BYTES)
+
+
+def test_a_thumbnail_that_is_too_large_is_made_smaller(tmp_path):
+    large = jpeg_of(0, 256, 95)
+    assert len(large) > THUMBNAIL_BYTES
+    candidates = Candidates(tmp_path / "c", 2, (3, 8, 8), thumbnail=THUMBNAIL_BYTES)
+    candidates.offer(random_images(1, 8), 0, thumbnail_of=lambda number: large)
+    (candidate,) = read_candidates(tmp_path / "c")
+    assert len(candidate.thumbnail) <= THUMBNAIL_BYTES
+    assert max(Image.open(io.BytesIO(candidate.thumbnail)).size) >= 128
+
+
+def test_a_thumbnail_that_was_cut_costs_nothing_else(tmp_path):
+    with_thumbnails(tmp_path / "c", range(16), n_clips=2)
+    with (tmp_path / "c").open("r+b") as file:
+        file.seek(4096 + CLIP * (32 + 192) + 100)
+        file.write(b"torn")
+    first, second = read_clips(tmp_path / "c")
+    assert len(first) == len(second) == CLIP
+    assert not any(frame.thumbnail for frame in first)
+    assert [frame.arrival for frame in second if frame.thumbnail] == [12]
+
+
+def test_a_file_without_thumbnails_goes_on_as_such(tmp_path):
+    filled(tmp_path / "c", 100, capacity=4, clip=CLIP)
+    size = (tmp_path / "c").stat().st_size
+    candidates = Candidates(tmp_path / "c", 3, (3, 8, 8), clip=CLIP // 2, thumbnail=THUMBNAIL_BYTES)
+    assert (candidates.n_clips, candidates.clip, candidates.thumbnail_every) == (4, CLIP, 0)
+    candidates.offer(random_images(100, 8, seed=1), 100, thumbnail_of=jpeg_of)
+    assert (tmp_path / "c").stat().st_size == size
+    found = read_candidates(tmp_path / "c")
+    assert max(candidate.arrival for candidate in found) >= 100
+    assert not any(candidate.thumbnail for candidate in found)
+
+
+def test_the_disk_holds_clips_with_their_thumbnails():
+    for n_bytes, side, n_asked in ((64 * 2**20, 64, 200), (64 * 2**20, 96, 500), (10 * 2**20, 64, 24)):
+        n_clips, length, each = clips_that_fit(n_bytes, side, None, n_asked, THUMBNAIL_BYTES)
+        assert each == THUMBNAIL_BYTES
+        assert n_clips >= 2 * n_asked
+        assert 4096 + n_clips * (length * record_size((3, side, side)) + each) <= n_bytes
+    assert clips_that_fit(64 * 2**20, 64, None, 200, THUMBNAIL_BYTES)[:2] == (605, 8)
+    assert clips_that_fit(200_000, 8, None, 20, THUMBNAIL_BYTES) == (109, 8, 0)  # no room: what is learned comes first
+    assert clips_that_fit(2**30, 64, 30, 24, THUMBNAIL_BYTES) == (30, 1, THUMBNAIL_BYTES)  # a short stream
+
+
+@pytest.mark.parametrize(("size", "has", "each"), [(64, True, THUMBNAIL_BYTES), (64, False, 0), (256, True, 0)])
+def test_a_run_keeps_thumbnails_where_they_show_more(tmp_path, size, has, each):
+    plan = run_plan(size=size, label_budget="4", images=5000)
+    with closing(open_candidates(tmp_path, plan, None, has)) as candidates:
+        assert candidates.thumbnail == each
+        assert candidates.thumbnail_every == (4 if each else 0)

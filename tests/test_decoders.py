@@ -18,7 +18,8 @@ from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream
 from streamclr.runs.run import run
 from streamclr.streams.datasets.decoders import Decoders
-from streamclr.streams.frame import BadFrame, decode
+from streamclr.streams.frame import BadFrame
+from streamclr.streams.sight import MIDDLE, decode
 from support.images import make_folder
 from support.runs import small_options
 from support.waiting import until
@@ -38,11 +39,11 @@ class InThisProcess:
     def __init__(self):
         self.asked = []
 
-    def decode(self, path, size):
+    def decode(self, path, size, sight):
         self.asked.append(path)
         future = Future()
         try:
-            future.set_result(decode(path, size))
+            future.set_result(decode(path, size, sight))
         except BadFrame as error:
             future.set_exception(error)
         return future
@@ -123,19 +124,19 @@ def test_errors_come_through_and_a_process_that_ended_is_told(folder):
     paths = [folder / "ant" / "3.png", folder / "missing é.png"]
     for path in paths:
         with pytest.raises(BadFrame) as error:
-            decoders.decode(path, 16).result()
+            decoders.decode(path, 16, MIDDLE).result()
         with pytest.raises(BadFrame) as expected:
             decode(path, 16)
         assert (str(error.value), error.value.reason) == (str(expected.value), expected.value.reason)
     (process,) = decoders._idle
     process.send_signal(signal.SIGTERM)  # as a service manager does, to all processes at once
     good = folder / "bee" / "1.png"
-    assert np.array_equal(decoders.decode(good, 16).result(), decode(good, 16))
+    assert np.array_equal(decoders.decode(good, 16, MIDDLE).result(), decode(good, 16))
     process.kill()
     process.wait()
     with pytest.raises(UserError, match=r"^a process ended with code -9 while it decoded .*1\.png: --decoders 0"):
-        decoders.decode(good, 16).result()
-    assert np.array_equal(decoders.decode(good, 16).result(), decode(good, 16))  # by a new one
+        decoders.decode(good, 16, MIDDLE).result()
+    assert np.array_equal(decoders.decode(good, 16, MIDDLE).result(), decode(good, 16))  # by a new one
 
 
 READS = """

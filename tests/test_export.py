@@ -29,8 +29,7 @@ from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
-from streamclr.streams import frame
-from support.images import random_images
+from support.images import middle_square, random_images
 from support.labelling import make_version
 from support.runs import COMPACT, MOBILENET, classifier_of, made_run
 
@@ -98,7 +97,7 @@ def exact(directory, images):
 
 
 def as_pillow(images, size):
-    squares = [frame.square(image.permute(1, 2, 0).contiguous().numpy(), size) for image in images]
+    squares = [middle_square(image.permute(1, 2, 0).contiguous().numpy(), size) for image in images]
     return torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
 
 

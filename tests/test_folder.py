@@ -171,7 +171,7 @@ def test_images_are_scaled_and_cut_to_a_square(tmp_path):
     image = np.zeros((20, 40, 3), np.uint8)
     image[:, 10:30] = 200  # the middle square
     Image.fromarray(image).save(tmp_path / "a.png")
-    assert (open_stream(f"folder:{tmp_path}").read(1) == 200).all()
+    assert (open_stream(f"folder:{tmp_path}?fit=crop").read(1) == 200).all()
     assert open_stream(f"folder:{tmp_path}?size=10").read(1).shape == (1, 3, 10, 10)
 
 

@@ -15,7 +15,9 @@ from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.records.directory import RunDirectory
 from streamclr.streams.account import Account
-from streamclr.streams.frame import REASONS, BadFrame, decode, dimensions, square
+from streamclr.streams.frame import REASONS, BadFrame, dimensions
+from streamclr.streams.sight import decode
+from support.images import middle_square as square
 from support.malformed import malformed, png_with_size
 
 
@@ -297,7 +299,8 @@ from contextlib import suppress
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.malformed import malformed, whole_images
-from streamclr.streams.frame import BadFrame, decode, dimensions
+from streamclr.streams.frame import BadFrame, dimensions
+from streamclr.streams.sight import decode
 warnings.simplefilter("error")
 
 def peak():

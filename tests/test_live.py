@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from streamclr import UserError, open_stream
 from streamclr.records.checkpoints import Checkpoints
@@ -19,7 +19,7 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.streams.account import MAX_NAMED, Account
-from streamclr.streams.frame import BadFrame
+from streamclr.streams.frame import BadFrame, Frame
 from streamclr.streams.stream import CameraStream
 from support.camera import RtspCamera, jpeg, number_of, write_clip
 from support.waiting import until
@@ -431,7 +431,7 @@ def test_a_recording_without_times_keeps_its_rate(tmp_path):
 
     class Timeless(Feed):
         def open(self, mark):
-            good = lambda size: np.zeros((size, size, 3), np.uint8)  # noqa: E731
+            good = lambda spare: Frame(Image.new("RGB", (8, 8)), (8, 8))  # noqa: E731
             return (Raw(_bad if i == 10 else good, i, i / 10) for i in range(50))
 
     capture = CaptureThread(Timeless("video", "", 8, drops=False, fps=5.0))
@@ -440,7 +440,7 @@ def test_a_recording_without_times_keeps_its_rate(tmp_path):
     assert answer["account"]["passed"] == {"fps": 25}
 
 
-def _bad(size):
+def _bad(spare):
     raise BadFrame("it", "damaged", "a test")
 
 
@@ -524,7 +524,7 @@ def test_a_run_on_a_clip_leaves_an_account_and_no_password(tmp_path, camera):
     assert results["account"]["learned"] == 24
     for file in path.rglob("*"):
         assert not file.is_file() or b"secret" not in file.read_bytes()
-    assert RunDirectory(path).config.source == source.url.replace("//", "//me:***@")
+    assert RunDirectory(path).config.source == source.url.replace("//", "//me:***@") + "#fit=stretch"
 
 
 def test_a_stopped_run_on_a_camera_goes_on(camera, tmp_path):

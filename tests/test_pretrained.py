@@ -202,7 +202,7 @@ def test_only_what_can_be_saved():
 
 def test_config(saved):
     config = json.loads((saved / "config.json").read_text())
-    assert (config["library_name"], config["format_version"]) == ("streamclr", 2)
+    assert (config["library_name"], config["format_version"]) == ("streamclr", 3)
     assert config["id2label"] == {"0": "Äpfel", "1": "猫 & <b>", "2": "x,y"}
     assert config["label2id"] == {"Äpfel": 0, "猫 & <b>": 1, "x,y": 2}
     assert config["image_mean"] == [0.485, 0.456, 0.406]
@@ -393,7 +393,7 @@ def edited(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"format_version": 3}, "has format_version 3, and this streamclr reads 2: install a newer one"),
+        ({"format_version": 4}, "has format_version 4, and this streamclr reads 3: install a newer one"),
         ({"format_version": 10**30}, "install a newer one"),
         ({"format_version": True}, "has True for format_version"),
         ({"format_version": ...}, "lacks format_version"),

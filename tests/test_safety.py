@@ -980,7 +980,7 @@ def events(server, n):
 def test_passwords_in_sources_are_never_sent(server):
     """`check` looks for them in every answer."""
     found = server.owner("GET", "/api/runs").json["runs"]
-    assert "rtsp://user:***@camera/1" in [about["source"] for about in found]
+    assert "rtsp://user:***@camera/1#fit=crop" in [about["source"] for about in found]
     camera = server.runs()["camera"]
     for path in ("wall", "labels", "sheets/" + "0" * 32, "pictures/" + "0" * 32):
         server.owner("GET", f"/api/runs/{camera}/{path}")
@@ -990,7 +990,7 @@ def test_passwords_in_sources_are_never_sent(server):
 
 
 def test_paths_that_are_no_text_are_sent_as_far_as_they_are(server):
-    assert "folder:/caf?" in [about["source"] for about in server.owner("GET", "/api/runs").json["runs"]]
+    assert "folder:/caf??fit=crop" in [about["source"] for about in server.owner("GET", "/api/runs").json["runs"]]
 
 
 def test_errors_are_told_without_passwords(server, ants, monkeypatch):

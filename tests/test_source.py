@@ -91,13 +91,13 @@ def test_what_is_not_there_is_said_with_what_was_meant(source, told, tmp_path, m
 def test_absolute_source(tmp_path, monkeypatch):
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert absolute_source("folder:a b?stc=5&size=16") == f"folder:{tmp_path}/a b?stc=5&size=16"
+    assert absolute_source("folder:a b?stc=5&size=16") == f"folder:{tmp_path}/a b?stc=5&size=16&fit=stretch"
     (tmp_path / "list.txt").touch()
     assert (
         absolute_source("imagenet:a b?classes=list.txt")
         == f"imagenet:{tmp_path}/a b?{urlencode({'classes': tmp_path / 'list.txt'})}"
     )
     assert absolute_source("imagenet:a b?classes=20") == f"imagenet:{tmp_path}/a b?classes=20"
-    assert absolute_source("a b") == f"folder:{tmp_path}/a b"
+    assert absolute_source("a b?fit=crop") == f"folder:{tmp_path}/a b?fit=crop"
     assert absolute_source("cifar10?stc=5") == "cifar10?stc=5"
     assert absolute_source("synthetic:") == "synthetic:"

@@ -4,10 +4,18 @@ import numpy as np
 import torch
 from PIL import Image
 
+from streamclr.streams.frame import Frame
+from streamclr.streams.sight import MIDDLE
+
 
 def random_images(n, size=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+def middle_square(pixels, size):
+    """As the streams make it of a decoded picture, H x W x 3."""
+    return MIDDLE.square(Frame(Image.fromarray(pixels), pixels.shape[1::-1]), size)
 
 
 def make_folder(root, n=20, size=16, classes=("ant", "bee")):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def scaled(images: Tensor, size: int) -> Tensor:
-    """`frame.square` as two matrix products: the middle square, scaled, in whole numbers from 0 to 255.
+    """What `streams.sight.MIDDLE` sees, as two matrix products: the middle square, scaled, in whole numbers to 255.
 
     Every runtime gives the same pixels: all sums are whole numbers below 2**24, which float32 holds exactly (up to 64
     pixels of a row per output pixel). They equal Pillow's, except that Pillow scales portraits vertically first and

@@ -81,7 +81,8 @@ def _rows(session: LabelSession) -> Iterator[tuple[dict[str, Any], bytes]]:
     """One row and picture per question, the same for both formats."""
     answers, names = session.labels.answers(), session.labels.classes()  # in this order: no answer without its class
     for row, question in enumerate(session.questions):
-        answer, guess, picture = answers.get(question.key), session.guess(row), session.labels.picture(question.key)
+        answer, guess = answers.get(question.key), session.guess(row)
+        picture = session.labels.thumbnail(question.key) or session.labels.picture(question.key)
         assert picture is not None
         content = {
             "key": question.key,
@@ -97,7 +98,7 @@ def _rows(session: LabelSession) -> Iterator[tuple[dict[str, Any], bytes]]:
 def _write_tasks(session: LabelSession, file: Path, interface: Path) -> None:
     tasks = []
     for number, (row, picture) in enumerate(_rows(session), 1):
-        image = "data:image/png;base64," + base64.b64encode(picture).decode()
+        image = f"data:image/{_kind(picture)};base64," + base64.b64encode(picture).decode()
         task: dict[str, Any] = {"id": number, "data": {"image": image, "key": row["key"], "arrival": row["arrival"]}}
         if row["answer"] == "unsure":  # Label Studio keeps unknown keys in data only
             task["data"]["answer"] = "unsure"
@@ -111,6 +112,10 @@ def _write_tasks(session: LabelSession, file: Path, interface: Path) -> None:
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     choices = "\n".join(f'    <Choice value="{html.escape(name)}"/>' for name in session.labels.classes().values())
     interface.write_text(INTERFACE.format(choices=choices), encoding="utf-8")
+
+
+def _kind(picture: bytes) -> str:
+    return "jpeg" if picture.startswith(b"\xff\xd8") else "png"
 
 
 def _choice(name: str) -> dict[str, Any]:
@@ -191,9 +196,10 @@ def _write_csv(session: LabelSession, file: Path, folder: Path) -> None:
         table = csv.DictWriter(out, HEAD)
         table.writeheader()
         for row, picture in _rows(session):
-            (folder / f"{row['key']}.png").write_bytes(picture)
-            safe = {name: cell.written(value) for name, value in row.items()}
-            table.writerow(safe | {"image": f"{folder.name}/{row['key']}.png"})
+            name = f"{row['key']}.{_kind(picture)}"
+            (folder / name).write_bytes(picture)
+            safe = {column: cell.written(value) for column, value in row.items()}
+            table.writerow(safe | {"image": f"{folder.name}/{name}"})
 
 
 def _read_csv(text: str, file: Path) -> list[Read]:

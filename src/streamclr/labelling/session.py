@@ -139,7 +139,8 @@ class LabelSession:
         features_of = partial(self._features, model, what="neighbouring frames")
         found = find_companions(asked, [clip_of[one.key] for one in asked], features[new], mean, features_of)
         pictures = {key: [(one.arrival, png(one.image)) for one in own] for key, own in found.items()}
-        self.labels.ask(chosen, n_asked, pictures)  # others may have been answered meanwhile
+        thumbnails = {one.key: one.thumbnail for one in pool if one.thumbnail}
+        self.labels.ask(chosen, n_asked, pictures, thumbnails)  # others may have been answered meanwhile
         self.labels.note("made_from", made_from)
         if not self.labels.classes():
             for name in self.heads.class_names():

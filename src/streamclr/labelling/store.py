@@ -18,6 +18,11 @@ CREATE TABLE IF NOT EXISTS questions (
   rank INTEGER NOT NULL,     -- the order in which to ask
   picture BLOB NOT NULL      -- PNG
 ) WITHOUT ROWID;
+-- What a person is shown of a question, where that is more than its pixels.
+CREATE TABLE IF NOT EXISTS thumbnails (
+  key TEXT PRIMARY KEY REFERENCES questions ON DELETE CASCADE,
+  jpeg BLOB NOT NULL
+) WITHOUT ROWID;
 -- Frames of the same scene as a question: they get its answer, and go with it.
 CREATE TABLE IF NOT EXISTS companions (
   key TEXT NOT NULL REFERENCES questions ON DELETE CASCADE,
@@ -114,6 +119,10 @@ class Labels:
     def picture(self, key: str) -> bytes | None:
         return self._value("SELECT picture FROM questions WHERE key = ?", key)
 
+    def thumbnail(self, key: str) -> bytes | None:
+        """A JPEG of a question for a person; None if its picture is all there is."""
+        return self._value("SELECT jpeg FROM thumbnails WHERE key = ?", key)
+
     def companions(self, key: str) -> list[bytes]:
         """The pictures of the frames that get the answer to this question too, in the order of the stream."""
         rows = self._read("SELECT picture FROM companions WHERE key = ? ORDER BY arrival", key)
@@ -130,11 +139,13 @@ class Labels:
         questions: Iterable[tuple[Question, bytes]],
         at_most: int | None = None,
         companions: Mapping[str, Sequence[tuple[int, bytes]]] | None = None,
+        thumbnails: Mapping[str, bytes] | None = None,
     ) -> None:
         """Replace the questions by these, each with its picture. Lasting questions stay, with their companions.
 
         at_most: with those that stay; the last of the new ones are left out.
         companions: of new questions, by key: the numbers in the stream and the pictures.
+        thumbnails: of questions, by key, where there are any.
         """
         with self._change() as db:
             if not db.execute("SELECT 1 FROM facts WHERE name = 'given'").fetchone():
@@ -149,6 +160,8 @@ class Labels:
                         "ON CONFLICT (key) DO UPDATE SET rank = excluded.rank",
                         (*question, picture),
                     )
+                    if jpeg := (thumbnails or {}).get(question.key):
+                        db.execute("INSERT OR IGNORE INTO thumbnails VALUES (?, ?)", (question.key, jpeg))
                     own = (companions or {}).get(question.key, ()) if is_new else ()
                     db.executemany(
                         "INSERT OR REPLACE INTO companions (key, arrival, picture) VALUES (?, ?, ?)",

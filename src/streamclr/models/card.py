@@ -27,6 +27,13 @@ class Card:
     measured: str | None = None  # how the accuracy was
 
 
+FITTED = {  # how the frames became squares
+    "crop": "It learned from the middle square of each frame.",
+    "letterbox": "It learned from whole frames between black bars, which make them square: do the same with yours.",
+    "stretch": "It learned from whole frames, each stretched to a square: do the same with yours.",
+}
+
+
 def card_text(model: "Pretrained") -> str:
     """Markdown with the front matter that the hub reads. Text is quoted as JSON, which YAML can read."""
     card, n = model.card, len(model.classes)
@@ -78,7 +85,7 @@ The encoder learned without labels, with StreamCLR. The classifier is a linear l
 - It learned from one stream. How good it is on pictures from elsewhere is not known.
 - It names one of its classes whatever it is shown: there is none for "something else".
 - Its probabilities have not been calibrated: 0.9 need not be right nine times in ten.
-- It sees the middle square of a picture, scaled to {model.size} px.
+- {FITTED[model.fit]} It takes squares of {model.size} px, and of any other picture the middle square.
 - No licence has been chosen for it: whoever publishes it adds `license:` above.
 
 ## Use it

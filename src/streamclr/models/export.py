@@ -32,7 +32,8 @@ from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import open_run_stream
 from streamclr.streams.cameras.feed import CAMERAS
 from streamclr.streams.datasets.images import readable
-from streamclr.streams.spec import split_source
+from streamclr.streams.sight import MIDDLE
+from streamclr.streams.spec import fit_of, split_source, takes
 
 N_TEST = 1000  # test images on which the file is compared
 
@@ -124,6 +125,7 @@ def describe(
         "format_version": VERSION,
         "classes": head.classes,
         "size": config.size,
+        **({"fit": fit_of(config.source)} if takes(config.source, "fit") else {}),
         "encoder": {"name": short_name(model.encoder), "width": model.width, "stem": model.stem, "norm": model.norm},
         "state": encoder,
         "source": kind_of(config.source),
@@ -181,7 +183,8 @@ def make_pretrained(classifier: Classifier, about: dict[str, Any], calibration: 
     card = Card(images=about["images_seen"], accuracy=accuracy["value"], measured=accuracy["measured"], **same)
     with tempfile.TemporaryDirectory() as place:
         made = Path(place) / "pretrained"
-        save_pretrained(Pretrained(classifier.model, classifier.head, classifier.classes, classifier.size, card), made)
+        parts = classifier.model, classifier.head, classifier.classes, classifier.size
+        save_pretrained(Pretrained(*parts, card, about.get("fit", MIDDLE.fit)), made)
         return from_pretrained(made)
 
 

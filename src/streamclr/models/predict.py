@@ -23,7 +23,7 @@ from streamclr.streams.cameras.live import CameraFrames
 from streamclr.streams.datasets.images import DatasetSource, readable
 from streamclr.streams.datasets.registry import DATASETS
 from streamclr.streams.frame import SUFFIXES
-from streamclr.streams.spec import VIDEOS, Source, open_source, split_source
+from streamclr.streams.spec import VIDEOS, Source, fit_of, open_source, split_source, takes
 
 PIXELS_AT_ONCE = 2**16  # 64 images of 32 px; more is no faster
 
@@ -65,15 +65,14 @@ def predict(config: PredictOptions) -> None:
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}: use at least 1")
     model = open_predictor(Path(config.model), config.fraction, config.served)
-    kind, _, written = split_source(config.source)
-    # The model scales the images of a dataset itself: opening a dataset with another size needs torch, and is slow.
-    takes_size = {} if kind in DATASETS or "size" in written else {"size": model.size}
-    opened = open_source(config.source, **takes_size)
+    opened = open_source(config.source, **usual_options(model, config.source))
     if isinstance(opened, list):
         total, predictions = config.images, of_feeds(model, opened, config.images)
     else:
         total = config.images or opened.n_images or opened.epoch or 100
         total = min(total, opened.n_images or total)
+        if opened.told:
+            say(opened.told)
         predictions = of_source(model, opened, total)
     print_line = table_printer(model.classes, config.top) if config.table else json_printer(model.classes, config.top)
     with ExitStack() as stack:
@@ -87,6 +86,17 @@ def predict(config: PredictOptions) -> None:
             if write is not None:
                 write(batch)
             bar.advance(len(batch))
+
+
+def usual_options(model: Predictor, source: str) -> dict[str, Any]:
+    """What the source is opened with, so that the model sees what it learned from, unless the source says otherwise."""
+    kind, _, written = split_source(source)
+    # The model scales the images of a dataset itself: opening a dataset with another size needs torch, and is slow.
+    usual: dict[str, Any] = {} if kind in DATASETS else {"size": model.size}
+    usual |= {"fit": model.fit} if takes(source, "fit") else {}
+    if (fit := written.get("fit", model.fit)) != model.fit:
+        say(f"streamclr: fit={fit}, and the model learned from frames with fit={model.fit}: it sees others now")
+    return {name: value for name, value in usual.items() if name not in written}
 
 
 def open_predictor(path: Path, fraction: float | None = None, served: bool = False) -> Predictor:
@@ -110,10 +120,16 @@ def open_predictor(path: Path, fraction: float | None = None, served: bool = Fal
     if is_pretrained(path):
         _refuse_choice(path, fraction, served)
         pretrained = from_pretrained(path)
-        return Predictor(pretrained.classes, pretrained.size, lambda images: pretrained(images)[0].numpy())
-    classifier = Heads(RunDirectory.existing(path)).load(fraction, served)
+        return Predictor(
+            pretrained.classes, pretrained.size, lambda images: pretrained(images)[0].numpy(), pretrained.fit
+        )
+    directory = RunDirectory.existing(path)
+    classifier = Heads(directory).load(fraction, served)
     return Predictor(
-        classifier.classes, classifier.size, lambda images: classifier.probabilities(torch.from_numpy(images)).numpy()
+        classifier.classes,
+        classifier.size,
+        lambda images: classifier.probabilities(torch.from_numpy(images)).numpy(),
+        fit_of(directory.config.source),
     )
 
 
@@ -152,6 +168,8 @@ def of_feeds(model: Predictor, feeds: list[Feed], n_images: int | None) -> Gener
 
     def tell() -> bool:
         nonlocal last
+        for told in cameras.take_told():
+            say(told)
         for source, event in cameras.take_events():
             last = f"{source}: {event}"
             say(f"streamclr: {last}")

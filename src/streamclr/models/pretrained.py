@@ -27,8 +27,9 @@ from streamclr.encoders.inference import checked_images, inference_mode
 from streamclr.encoders.projection import PROJECTIONS, ContrastiveModel
 from streamclr.encoders.resnet import STEMS
 from streamclr.models.card import Card, card_text
+from streamclr.streams.sight import FITS, MIDDLE
 
-VERSION = 2  # of the layout
+VERSION = 3  # of the layout
 MAX_CONFIG_BYTES = 2**24  # about two hundred thousand class names
 BATCH_SIZE = 64  # images
 
@@ -39,10 +40,17 @@ class Pretrained:
     model: encoder and projection head. A Learner can go on with it; then the head has to be trained again.
     size: side of the images that the encoder learned from.
     card: what is known about how the model was made.
+    fit: how the frames that it learned from became squares, see `streams.sight.Sight`.
     """
 
     def __init__(
-        self, model: ContrastiveModel, head: Head, classes: Sequence[str], size: int, card: Card | None = None
+        self,
+        model: ContrastiveModel,
+        head: Head,
+        classes: Sequence[str],
+        size: int,
+        card: Card | None = None,
+        fit: str = MIDDLE.fit,
     ):
         self.architecture = Architecture.of(model)
         n_classes = head.linear.out_features
@@ -52,7 +60,7 @@ class Pretrained:
         self.classifier = Classifier(self.model, copy.deepcopy(head).cpu(), self.classes, size)
         self.model.requires_grad_()  # a classifier is frozen, and a Learner goes on with its encoder
         self.encoder, self.mean, self.std = self.model.encoder, _short(self.model.mean), _short(self.model.std)
-        self.card = Card() if card is None else card
+        self.card, self.fit = Card() if card is None else card, fit
 
     def __call__(self, images: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8, n x 3 x H x W, of any height and width. Returns probabilities, n x classes, and features, n x d."""
@@ -118,7 +126,8 @@ def from_pretrained(path: str | Path) -> Pretrained:
             tensor.copy_(tensors[name])
         model.mean.copy_(torch.tensor(config["image_mean"]).view(3, 1, 1))
         model.std.copy_(torch.tensor(config["image_std"]).view(3, 1, 1))
-    return Pretrained(model, head, list(config["id2label"].values()), config["image_size"], Card(**config["card"]))
+    classes, card = list(config["id2label"].values()), Card(**config["card"])
+    return Pretrained(model, head, classes, config["image_size"], card, config["image_fit"])
 
 
 def is_pretrained(path: Path) -> bool:
@@ -160,6 +169,7 @@ def _config(pretrained: Pretrained, sha256: str) -> dict[str, Any]:
         **pretrained.architecture._asdict(),
         "projection_size": pretrained.model.head[-1].out_features,
         "image_size": pretrained.size,
+        "image_fit": pretrained.fit,
         "image_mean": pretrained.mean,
         "image_std": pretrained.std,
         "id2label": {str(i): name for i, name in enumerate(pretrained.classes)},
@@ -195,6 +205,8 @@ def read_config(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} has format_version {found}, and this streamclr reads {VERSION}: install a newer one")
     if found == 1:  # without a choice of the projection head
         content = {"projection": "plain", **content}
+    if type(found) is int and found < 3:
+        content = {"image_fit": MIDDLE.fit, **content}
     if missing := sorted(CHECKS.keys() - content.keys()):
         raise UserError(f"{file} lacks {', '.join(missing)}")
     if unknown := sorted(content.keys() - CHECKS.keys()):
@@ -265,6 +277,7 @@ CHECKS = {
     "projection": _one_of(PROJECTIONS),
     "projection_size": _whole(1, 2**14),
     "image_size": _whole(8, 4096),
+    "image_fit": _one_of(FITS),
     "image_mean": _three(-1e6),
     "image_std": _three(1e-6),
     "id2label": Check(_are_names, 'class names by number from "0"'),

@@ -43,18 +43,28 @@ def n_candidates_that_fit(n_bytes: int, side: int) -> int:
     return max(0, (n_bytes - HEADER_SIZE) // record_size((3, side, side)))
 
 
-def clips_that_fit(n_frames: int, n_asked: int | None) -> tuple[int, int]:
-    """How many clips to keep, and how many frames each has.
+def clips_that_fit(
+    n_bytes: int, side: int, n_frames: int | None, n_asked: int | None, thumbnail: int = 0
+) -> tuple[int, int, int]:
+    """How many clips to keep, how many frames each has, and how many bytes its thumbnail may have.
 
-    n_frames: that fit on the disk, or that the stream has, if it has fewer.
+    n_bytes: of the file; side: of a candidate in pixels.
+    n_frames: that the stream has, if it has an end.
     n_asked: images to ask about; None: a share of a stream without an end.
+    thumbnail: bytes of one; 0 if there is none. They are left out where there would be too few clips with them.
     """
-    length = max(1, min(CLIP, n_frames // (MIN_CANDIDATES_EACH * (n_asked or N_ASKED_OF_SHARE))))
-    n_clips = n_frames // length
-    return n_clips if n_asked is None else min(n_clips, N_CANDIDATES_EACH * n_asked), length
+    enough = MIN_CANDIDATES_EACH * (n_asked or N_ASKED_OF_SHARE)
+    for each in dict.fromkeys((thumbnail, 0)):
+        for length in range(CLIP, 0, -1):
+            n_clips = max(0, n_bytes - HEADER_SIZE) // (length * record_size((3, side, side)) + each)
+            n_clips = n_clips if n_frames is None else min(n_clips, n_frames // length)
+            if n_clips >= enough or n_clips == n_frames:  # or the whole stream, frame by frame
+                return n_clips if n_asked is None else min(n_clips, N_CANDIDATES_EACH * n_asked), length, each
+    return n_clips, 1, 0
 
 
 HEADER_SIZE, DIGEST_SIZE = 4096, 16
+THUMBNAIL_BYTES = 12 * 1024  # of a candidate, at most
 
 
 def record_size(shape: tuple[int, ...]) -> int:

@@ -105,7 +105,7 @@ class Loop:
             self.metrics = None if plan.metrics is None else stack.enter_context(closing(Metrics(plan.metrics)))
             if self.metrics:
                 say(f"metrics: http://127.0.0.1:{self.metrics.port}/metrics")
-            self.candidates = open_candidates(self.directory.path, plan, stream.epoch)
+            self.candidates = open_candidates(self.directory.path, plan, stream.epoch, stream.has_thumbnails)
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
                 self._save_first_model()
@@ -162,8 +162,9 @@ class Loop:
     def _segments(self) -> Generator[Any]:
         """The segments of the stream while every rank has a whole one. Without other ranks the last may be smaller."""
         size = self.plan.segment
-        saw = self.window.saw
-        with closing(self.stream.segments(size, until=self.plan.images, idle=self._wait, arrived=saw)) as segments:
+        how: dict[str, Any] = {"until": self.plan.images, "idle": self._wait, "arrived": self.window.saw}
+        how["thumbnail_every"] = self.candidates.thumbnail_every if self.candidates else 0
+        with closing(self.stream.segments(size, **how)) as segments:
             for images in segments:
                 if not self._meet(HERE if len(images) == size or self.ranks.n == 1 else ENDED):
                     self.stream.account.pass_over(len(images), "no segment on another rank")
@@ -252,7 +253,7 @@ class Loop:
             if tracks is not None and self.stream.live:  # scenes by pixels: only those that are apart are known
                 tracks = UNKNOWN - 1 - (first + tracks)  # each segment has numbers of its own
             try:
-                self.candidates.offer(images, first, tracks)
+                self.candidates.offer(images, first, tracks, self.stream.thumbnail)
             except OSError as error:
                 self._tell(f"the label queue cannot be written ({error.strerror})")
                 self.candidates = None
@@ -298,6 +299,8 @@ class Loop:
 
     def _report_stream(self, now: bool = False) -> None:
         """Report lost connections at once and rejected frames once a minute."""
+        for told in self.stream.take_told():
+            self.directory.say(told)
         for source, event in self.stream.take_events():
             self._tell(f"{source}: {event}")
         account = self.stream.account

@@ -42,6 +42,7 @@ class ReadSegment:
     state: dict[str, Any]  # of the stream after it
     account: Account  # of the frames since the segment before
     tracks: Tensor | None  # of the images of cameras, which are known until the next segment is read
+    thumbnails: list[bytes | None]  # the same
 
 
 class PredictingStream(Stream):
@@ -59,11 +60,14 @@ class PredictingStream(Stream):
         self.n_images, self.epoch, self.classes = stream.n_images, stream.epoch, stream.classes
         self.train, self.test = stream.train, stream.test
         self.live, self.exact, self.overload = stream.live, stream.exact, stream.overload
+        self.has_thumbnails = stream.has_thumbnails
         self._drops = stream.overload == "drop"
         self._predictions: Journal | None = None
         self._events: deque[tuple[str, str]] = deque()
         self._connections: dict[str, tuple[bool, int]] = {}
+        self._told: list[str] = []
         self._tracks: Tensor | None = None  # of the last segment that was handed out, of cameras
+        self._thumbnails: list[bytes | None] = []  # the same
         self.load_state_dict(stream.state_dict())
 
     @property
@@ -77,6 +81,15 @@ class PredictingStream(Stream):
         if not self.live:
             return self.stream.tracks(arrivals)
         return None if self._tracks is None else self._tracks[arrivals - (self.position - len(self._tracks))]
+
+    def thumbnail(self, arrival: int) -> bytes | None:
+        if not self.live:
+            return self.stream.thumbnail(arrival)
+        return self._thumbnails[arrival - (self.position - len(self._thumbnails))]
+
+    def take_told(self) -> list[str]:
+        told, self._told = self._told, []
+        return told
 
     def take_events(self) -> list[tuple[str, str]]:
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -97,8 +110,10 @@ class PredictingStream(Stream):
 
     # In the learner's thread:
 
-    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
-        self._start(n, until, arrived)
+    def _segments(
+        self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
+    ) -> Generator[Tensor]:
+        self._start(n, until, arrived, thumbnail_every)
         try:
             while not (self._drops and until is not None and self.position >= until):
                 part = self._next(idle)
@@ -108,7 +123,7 @@ class PredictingStream(Stream):
         finally:
             self._stop()
 
-    def _start(self, n: int, until: int | None, arrived: Arrived | None) -> None:
+    def _start(self, n: int, until: int | None, arrived: Arrived | None, thumbnail_every: int) -> None:
         cut(self.path, self.account.classifiable)
         self._predictions = Journal(self.path, self.path.name)
         self.stream.account.take()  # from here on it is that of the frames since the last part
@@ -120,7 +135,7 @@ class PredictingStream(Stream):
         self._ends = False
         torch.get_num_threads()  # settles this thread's number, before another thread takes one of its own
         self._pool = ThreadPoolExecutor(1, "predicting")
-        self._reader: Future[None] = self._pool.submit(self._read, n, until, arrived)
+        self._reader: Future[None] = self._pool.submit(self._read, n, until, arrived, thumbnail_every)
         self._reader.add_done_callback(lambda _: self._notify())
 
     def _notify(self) -> None:
@@ -150,6 +165,7 @@ class PredictingStream(Stream):
         else:
             self.position = part.state["position"]
         self._tracks = None if part.tracks is None else part.tracks[: len(images)]
+        self._thumbnails = part.thumbnails[: len(images)]
         self._state = part.state
         self.account.add(part.account)
         return images
@@ -173,7 +189,7 @@ class PredictingStream(Stream):
 
     # In the reader's thread:
 
-    def _read(self, n: int, until: int | None, arrived: Arrived | None) -> None:
+    def _read(self, n: int, until: int | None, arrived: Arrived | None, thumbnail_every: int) -> None:
         torch.set_num_threads(1)  # of this thread
 
         def classify(images: Tensor, source: str | None) -> None:
@@ -183,7 +199,7 @@ class PredictingStream(Stream):
                 arrived(images, source)
 
         until = None if self._drops else until  # a camera is read until the learner has enough
-        with closing(self.stream.segments(n, until, self._told_to_end, classify)) as segments:
+        with closing(self.stream.segments(n, until, self._told_to_end, classify, thumbnail_every)) as segments:
             for images in segments:
                 self._put(images)
                 if self._ends:
@@ -194,6 +210,7 @@ class PredictingStream(Stream):
     def _told_to_end(self) -> bool:
         """What the stream calls while it is idle; keeps its events for the learner's thread."""
         self._events.extend(self.stream.take_events())
+        self._told += self.stream.take_told()
         self._connections = self.stream.connections()
         return self._ends
 
@@ -234,13 +251,14 @@ class PredictingStream(Stream):
         self._n_classified = self._n_written = 0
         numbers = torch.arange(self.stream.position - len(images), self.stream.position)
         tracks = self.stream.tracks(numbers) if self.live and len(images) else None
+        thumbnails = [self.stream.thumbnail(number) for number in numbers.tolist()] if self.live else []
         with self._change:
             if self._drops and self._ready and len(images):
                 old = self._ready.popleft()
                 old.account.pass_over(len(old.images), "learner busy")
                 old.account.add(account)
                 account = old.account
-            self._ready.append(ReadSegment(images, self.stream.state_dict(), account, tracks))
+            self._ready.append(ReadSegment(images, self.stream.state_dict(), account, tracks, thumbnails))
             self._change.notify_all()
             if not self._drops:
                 self._change.wait_for(lambda: not self._ready or self._ends)

@@ -1,4 +1,4 @@
-"""Decodes a picture from a file or a camera into an array, or rejects it for one of a few reasons.
+"""Decodes a picture from a file or a camera, or rejects it for one of a few reasons.
 
 Needs no torch, so that a small capture process can use it.
 """
@@ -9,19 +9,24 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile, ImageOps, UnidentifiedImageError
 
 from streamclr.base.errors import UserError
 
-# "unreadable": there is no such file, or the disk fails.
-REASONS = ("unreadable", "empty", "not an image", "too large", "truncated", "damaged", "pixels without a range")
+# "unreadable": there is no such file, or the disk fails. "smaller than crop": crop= or regions= reach beyond its edges.
+REASONS = (
+    "unreadable", "empty", "not an image", "too large", "truncated", "damaged", "pixels without a range",
+    "smaller than crop",
+)  # fmt: skip
+MAX_PIXELS = 64_000_000
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # The most pixels per byte: of a black picture, in the densest variant of the format.
@@ -56,36 +61,52 @@ class BadFrame(UserError):
         return " ".join("{} cannot be used, {}: {}".format(*self.args).split())
 
 
-def decode(file: Path | bytes, size: int | None = None, max_pixels: int = 64_000_000) -> np.ndarray:
-    """H x W x 3, uint8: the upright picture in RGB, on white where it is transparent; the first of an animation.
+class Frame(NamedTuple):
+    """A decoded picture, upright: in RGB, or in RGBA if anything in it may be transparent."""
 
-    size: the shorter side is scaled to it and the middle cut out. Without it the picture keeps its size.
-    """
+    image: Image.Image  # it may be a fraction of the frame's size
+    size: tuple[int, int]  # width and height of the frame
+
+
+Spare = Callable[[int, int], float]  # from width and height to how many times smaller a picture may be decoded
+
+
+def open_frame(file: Path | bytes, spare: Spare = lambda width, height: 1.0, max_pixels: int = MAX_PIXELS) -> Frame:
+    """The picture in a file or in its bytes; the first one of an animation. A large JPEG is decoded at a fraction."""
     with _opened(file, max_pixels) as opened:
-        if size is not None:
-            opened.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
+        (width, height), upright = opened.size, _upright_size(opened)
+        reduction = max(n for n in (1, 2, 4, 8) if n <= max(1.0, spare(*upright)))
+        opened.draft(None, (width // reduction, height // reduction))
         if opened.format == "TIFF":
             _silence_libtiff()
         opened.load()
+        before = opened.size
         with suppress(*EXIF_ERRORS):
             ImageOps.exif_transpose(opened, in_place=True)
-        image = _eight_bits(opened, _name(file))
-        if size is not None:
-            image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-        if image.mode == "RGBA":  # only now, when it is small
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-        return np.array(image)
+        if before[0] != before[1]:  # it may be damaged, and the picture not turned
+            upright = (width, height) if opened.size == before else (height, width)
+        return Frame(_eight_bits(opened, _name(file)), upright)
 
 
-def dimensions(file: Path | bytes, max_pixels: int = 64_000_000) -> tuple[int, int]:
-    """Width and height by the header alone, before EXIF rotation."""
+def on_white(image: Image.Image) -> Image.Image:
+    """In RGB, with white where it is transparent."""
+    if image.mode != "RGBA":
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def dimensions(file: Path | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height by the header alone."""
     with _opened(file, max_pixels) as image:
-        return image.size
+        return _upright_size(image)
 
 
-def square(pixels: np.ndarray, size: int) -> np.ndarray:
-    """The same scaling for a decoded frame: H x W x 3 to size x size x 3."""
-    return np.array(ImageOps.fit(Image.fromarray(pixels), (size, size), Image.Resampling.BILINEAR))
+def _upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:
+    """Of a PNG or WebP, whose pixels would be read for its EXIF block, as it is stored."""
+    with suppress(*EXIF_ERRORS):
+        if image.format in ("JPEG", "MPO", "TIFF") and image.getexif().get(0x0112) in (5, 6, 7, 8):
+            return image.size[1], image.size[0]
+    return image.size
 
 
 @contextmanager

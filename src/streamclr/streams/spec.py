@@ -23,6 +23,7 @@ from streamclr.streams.datasets.images import Source
 from streamclr.streams.datasets.registry import DATASETS, dataset
 from streamclr.streams.datasets.synthetic import Synthetic
 from streamclr.streams.frame import SUFFIXES
+from streamclr.streams.sight import FIT, MIDDLE
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "synthetic": Synthetic,
@@ -128,15 +129,40 @@ def _contents(directory: Path) -> str:
 
 
 def absolute_source(source: str) -> str:
-    """The same source with absolute paths."""
+    """The same source with absolute paths, and with what it sees of each picture where it leaves that open."""
     name, path, options = split_source(source)
-    if name in URLS.values() or name == "stdin":
-        return source
+    if mask := options.get("mask"):
+        options["mask"] = os.path.abspath(os.path.expanduser(mask))
     # Links are not resolved: /dev/v4l/by-id/… is the same camera after a restart, /dev/video0 may be another.
     if name == "imagenet" and os.path.isfile(listed := os.path.expanduser(options.get("classes", ""))):
         options["classes"] = os.path.abspath(listed)
+    if takes(source, "fit"):
+        options.setdefault("fit", FIT)
+    return _written(name, path, options, source)
+
+
+def with_old_fit(source: str) -> str:
+    """The source of a run that does not say what it sees: of an earlier version, which took the middle square."""
+    name, path, options = split_source(source)
+    if "fit" in options or not takes(source, "fit"):
+        return source
+    return _written(name, path, {**options, "fit": MIDDLE.fit}, source)
+
+
+def fit_of(source: str) -> str:
+    """How the frames of a source become squares."""
+    return split_source(source)[2].get("fit", MIDDLE.fit)
+
+
+def _written(name: str, path: str, options: dict[str, str], source: str) -> str:
+    """The source string of what `split_source` finds."""
+    query = urlencode(options)
+    if name in URLS.values():
+        return path + (f"#{query}" if query else "")
+    if name == "stdin":
+        return "-" + (f"?{query}" if query else "")
     where = f":{os.path.abspath(os.path.expanduser(path))}" if path else ":" * (":" in source)
-    return name + where + (f"?{urlencode(options)}" if options else "")
+    return name + where + (f"?{query}" if query else "")
 
 
 def _lines(path: str) -> list[str]:

@@ -38,6 +38,7 @@ class Stream(Protocol):
     exact: bool  # reading again gives the same images in the same order
     overload: str  # if the learner is too slow: "wait", "drop", or "mixed" if its cameras differ
     account: Account
+    has_thumbnails: bool = False  # readable pictures of its images are at hand
 
     @property
     def size(self) -> int: ...  # side of the images in pixels
@@ -48,7 +49,12 @@ class Stream(Protocol):
         return None
 
     def segments(
-        self, n: int, until: int | None = None, idle: Idle = never, arrived: Arrived | None = None
+        self,
+        n: int,
+        until: int | None = None,
+        idle: Idle = never,
+        arrived: Arrived | None = None,
+        thumbnail_every: int = 0,
     ) -> Generator[Tensor]:
         """Segments of `n` images until the stream ends, or until image number `until`; the last may be smaller.
 
@@ -56,12 +62,15 @@ class Stream(Protocol):
             dataset, which always has a next image.
         arrived: called with each image once, in order of `position` if the stream is exact. Frames of a camera go there
             as they come, before they are a whole segment, and also those that are dropped when the stream is stopped.
+        thumbnail_every: every Nth frame of a camera is to have a `thumbnail`; 0: none.
         """
         if n < 1:
             raise UserError(f"the segment size is {n}: use at least 1")
-        return self._segments(n, until, idle, arrived)
+        return self._segments(n, until, idle, arrived, thumbnail_every)
 
-    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]: ...
+    def _segments(
+        self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
+    ) -> Generator[Tensor]: ...
 
     def labels(self, arrivals: Tensor) -> Tensor:
         """The labels of images by the order in which they were handed out: skipped images are not counted."""
@@ -70,6 +79,15 @@ class Stream(Protocol):
     def tracks(self, arrivals: Tensor) -> Tensor | None:
         """The tracks of images, int64, numbered as for `labels`. None: not known."""
         return None
+
+    def thumbnail(self, arrival: int) -> bytes | None:
+        """A JPEG of an image for a person, in which it can be recognised; None if there is none. Of a camera: of the
+        last segment."""
+        return None
+
+    def take_told(self) -> list[str]:
+        """What is seen of the source's pictures, for a person, where that is not all of them; told once."""
+        return []
 
     def take_events(self) -> list[tuple[str, str]]:
         """Camera and event, such as a lost connection, since the last call; `rejected` and which image, and why."""
@@ -102,6 +120,8 @@ class DatasetStream(Stream):
     def __init__(self, source: Source):
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
         self.train, self.test, self.in_time = source.train, source.test, source.in_time
+        self.has_thumbnails = source.has_thumbnails
+        self._told = [source.told] if source.told else []
         self.position = 0
         self.account = Account()
         self._skipped: list[int] = []  # numbers of the images that could not be read
@@ -156,13 +176,22 @@ class DatasetStream(Stream):
         tracks = self.source.tracks(self._numbers(arrivals))
         return None if tracks is None else torch.from_numpy(tracks)
 
+    def thumbnail(self, arrival: int) -> bytes | None:
+        return self.source.thumbnail(int(self._numbers(torch.tensor([arrival]))[0]))
+
+    def take_told(self) -> list[str]:
+        told, self._told = self._told, []
+        return told
+
     def _numbers(self, arrivals: Tensor) -> np.ndarray:
         """The numbers in the source of images that were handed out."""
         skipped = np.array(self._skipped, np.int64)  # one copy: another thread may be reading
         before = skipped - np.arange(len(skipped))  # images handed out before each skipped one
         return arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
 
-    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
+    def _segments(
+        self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
+    ) -> Generator[Tensor]:
         try:
             while len(images := self.read(n, until)):
                 self._expect(SEGMENTS_AHEAD * n, until)
@@ -199,6 +228,7 @@ class Shard(Source):
         self.classes, self.train, self.test, self.in_time = whole.classes, whole.train, whole.test, whole.in_time
         self.n_images = None if whole.n_images is None else whole.n_images // (n * segment) * segment
         self.epoch = None if whole.epoch is None else -(-whole.epoch // n)
+        self.told, self.has_thumbnails = whole.told if index == 0 else "", whole.has_thumbnails
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         return self.whole.images(self._in_whole(numbers))
@@ -208,6 +238,9 @@ class Shard(Source):
 
     def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
         return self.whole.tracks(self._in_whole(numbers))
+
+    def thumbnail(self, number: int) -> bytes | None:
+        return self.whole.thumbnail(int(self._in_whole(np.array(number))))
 
     def expect(self, numbers: np.ndarray) -> None:
         self.whole.expect(self._in_whole(numbers))
@@ -220,6 +253,7 @@ class CameraStream(CameraFrames, Stream):
     """The frames of cameras and recordings, until all of them have ended; unlabelled."""
 
     live = True
+    has_thumbnails = True
     _scenes = torch.empty(0, dtype=torch.long)
 
     def shard(self, index: int, n: int, segment: int) -> "CameraStream":
@@ -229,8 +263,12 @@ class CameraStream(CameraFrames, Stream):
             raise UserError(f"there are {n} ranks and {n_feeds}: each rank needs one, give a list of {n} or more")
         return CameraStream(self.feeds[index::n])
 
-    def _segments(self, n: int, until: int | None, idle: Idle, arrived: Arrived | None) -> Generator[Tensor]:
-        frames = self.frames(n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)))
+    def _segments(
+        self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
+    ) -> Generator[Tensor]:
+        frames = self.frames(
+            n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)), thumbnail_every
+        )
         with closing(frames):
             for images in frames:
                 segment = torch.from_numpy(images)

@@ -165,11 +165,13 @@ def make_app(site: Site) -> FastAPI:
 
     @app.get("/api/runs/{run}/pictures/{key}", response_class=Response)
     def picture(run: Run, key: Key) -> Response:
-        """The picture of a question."""
-        found = worker(run).session.labels.picture(key)
-        if found is None:
-            raise HTTPException(404, "no such picture")
-        return Response(found, media_type="image/png", headers=CACHE_FOR_A_DAY)
+        """The picture of a question: what a person can recognise, or else the pixels that the encoder sees."""
+        labels = worker(run).session.labels
+        if found := labels.thumbnail(key):
+            return Response(found, media_type="image/jpeg", headers=CACHE_FOR_A_DAY)
+        if found := labels.picture(key):
+            return Response(found, media_type="image/png", headers=CACHE_FOR_A_DAY)
+        raise HTTPException(404, "no such picture")
 
     @app.post("/api/runs/{run}/labels")
     def answer(run: Run, sent: AnswerSent) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.extras import how_to_install, how_to_install_package
 from streamclr.base.options import checked_size
 from streamclr.models.formats import protobuf as wire
+from streamclr.streams.sight import FITS, MIDDLE
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -38,6 +39,7 @@ class Predictor(NamedTuple):
     classes: list[str]
     size: int  # side of the images that it learned from; it scales others itself
     classify: Callable[[np.ndarray], np.ndarray]  # uint8 images, n x 3 x H x W, to probabilities, n x classes
+    fit: str = MIDDLE.fit  # how the frames that it learned from became squares
 
 
 def open_exported(path: Path) -> Predictor:
@@ -70,6 +72,8 @@ def checked(about: str | bytes, path: Path) -> dict[str, Any]:
         raise UserError(f"the metadata of {path} names no classes: {USE_EXPORT}")
     if not isinstance(size, int) or isinstance(size, bool):
         raise UserError(f"the metadata of {path} has {size!r} for size: {USE_EXPORT}")
+    if (fit := found.setdefault("fit", MIDDLE.fit)) not in FITS:
+        raise UserError(f"the metadata of {path} has {fit!r} for fit: {USE_EXPORT}")
     try:
         checked_size(size)
     except UserError as error:
@@ -176,7 +180,7 @@ def _open_onnx(path: Path) -> Predictor:
         except Exception as error:  # noqa: BLE001  as above
             raise UserError(f"onnxruntime cannot run {path} ({error}): {USE_EXPORT}") from None
 
-    return Predictor(about["classes"], about["size"], classify)
+    return Predictor(about["classes"], about["size"], classify, about["fit"])
 
 
 def n_threads() -> int:
@@ -213,7 +217,7 @@ def _open_executorch(path: Path) -> Predictor:
         except RuntimeError as error:
             raise UserError(f"ExecuTorch cannot run {path} ({error}): {USE_EXPORT}") from None
 
-    return Predictor(about["classes"], about["size"], classify)
+    return Predictor(about["classes"], about["size"], classify, about["fit"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ def _open_torch(path: Path) -> Predictor:
         with torch.no_grad():
             return classifier(torch.from_numpy(images))[0].numpy()
 
-    return Predictor(about["classes"], about["size"], classify)
+    return Predictor(about["classes"], about["size"], classify, about["fit"])
 
 
 def _read_program(path: Path) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":

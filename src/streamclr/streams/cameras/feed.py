@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from streamclr.base.errors import UserError
 from streamclr.base.files import near
-from streamclr.base.options import checked_size
+from streamclr.base.options import checked_size, redacted
 from streamclr.streams.cameras import video
+from streamclr.streams.cameras.gates import Hours, parse_motion
 from streamclr.streams.cameras.jpegs import JpegSplitter, mjpeg
 from streamclr.streams.cameras.video import VideoError
 from streamclr.streams.cameras.watch import watch
-from streamclr.streams.frame import decode, track_name
+from streamclr.streams.frame import Frame, Spare, open_frame, track_name
+from streamclr.streams.sight import FIT, Sight, make_sights
 
 
 class Raw(NamedTuple):
     """A frame that is not yet decoded, so that passing it over costs little."""
 
-    decode: Callable[[int], np.ndarray]  # from the side in pixels to size x size x 3; raises BadFrame
-    place: Any = None  # mark after it, from which the source resumes
+    decode: Callable[[Spare], Frame]  # raises BadFrame
+    mark: Any = None  # after it, from which the source resumes
     seconds: float | None = None  # its time in a recording; None: now
     track: str = ""  # frames with different ones are apart
+    taken: float | None = None  # when it was, in seconds of the clock; None: now
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,12 @@ class Feed:
     retries: how often in a row a connection is tried again; None: without limit.
     tracks: `name` takes the part of a file name before the last `_` as the frame's track; None: not known.
     passes: how often a recording is read.
+    sights: what is seen of each frame; several are regions, each of which gives frames of its own.
+    motion: per cent of what is seen that must have changed since the last frame that was handed out; None: all come.
+    between: local times as `06:00-20:00`; None: always.
+    thumbnail_every: every Nth frame comes with a JPEG for people; 0: none.
     queue: the largest number of waiting frames.
-    place: where to resume: the source's own mark, when the next frame is due (s), number of frames before.
+    place: where to resume, see `capture.Place`.
     """
 
     kind: str
@@ -56,8 +61,24 @@ class Feed:
     retries: int | None = None
     tracks: str | None = None
     passes: int = 1
+    sights: tuple[Sight, ...] = (Sight(),)
+    motion: float | None = None
+    between: str | None = None
+    thumbnail_every: int = 0
     queue: int = 512
-    place: tuple[Any, float, int] = (None, 0.0, 0)
+    place: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> "Feed":
+        """From what `dataclasses.asdict` made of one, by way of JSON."""
+        sights = tuple(Sight(**sight) for sight in content["sights"])
+        return cls(**content | {"sights": sights, "place": tuple(content["place"])})
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each region, or the camera's own; without a password."""
+        where = redacted(self.where)
+        return [f"{where}#{sight.name}" if sight.name else where for sight in self.sights]
 
     @property
     def ends(self) -> bool:
@@ -75,12 +96,13 @@ class Feed:
             how: Any = {"format": "v4l2"} if self.kind == "camera" else {"options": {"rtsp_transport": "tcp"}}
             return (Raw(frame) for frame, _ in video.frames(self.where, timeout=self.timeout, **how))
         if self.kind == "http":
-            return (Raw(partial(decode, frame)) for frame in mjpeg(self.where, self.timeout))
+            return (Raw(partial(open_frame, frame)) for frame in mjpeg(self.where, self.timeout))
         if self.kind == "stdin":
-            return (Raw(partial(decode, frame)) for frame in _standard_input(int(self.where)))
+            return (Raw(partial(open_frame, frame)) for frame in _standard_input(int(self.where)))
         if self.kind == "watch":
             named = track_name if self.tracks == "name" else lambda _: ""
-            return (Raw(partial(decode, path), mark, None, named(path)) for path, mark in watch(self.where, mark))
+            found = watch(self.where, mark)
+            return (Raw(partial(open_frame, path), m, None, named(path), m[0] / 1e9) for path, m in found)
         assert self.kind == "video"
         return self._recording(*(mark if isinstance(mark, list) else (0, mark or 0, 0.0)))  # one pass had a number
 
@@ -128,6 +150,12 @@ def make_feed(
     overload: str | None = None,
     tracks: str | None = None,
     passes: int | None = None,
+    crop: str | None = None,
+    fit: str = FIT,
+    mask: str | None = None,
+    regions: str | None = None,
+    motion: str | None = None,
+    between: str | None = None,
 ) -> Feed:
     """A feed with its options and, as far as possible, its address checked.
 
@@ -135,6 +163,8 @@ def make_feed(
         video wait, the others drop.
     tracks: of watch alone: `name`, see `Feed`.
     passes: of video alone: how often it is read.
+    crop, fit, mask: see `Sight`. regions: see `make_sights`.
+    motion: `on`, `off` or a threshold, see `parse_motion`.
     """
     if fps is not None and not 0 < fps < 1e6:
         raise UserError(f"fps is {fps}: use a number above 0")
@@ -154,6 +184,13 @@ def make_feed(
         raise UserError(f"passes={passes} is for recordings, {kind} has no end: leave it out")
     if passes is not None and passes < 1:
         raise UserError(f"passes is {passes}: use at least 1")
+    if between is not None:
+        Hours.parse(between)
+        if kind == "video":
+            raise UserError(
+                f"between={between} is for cameras, and {where} is a recording, without a clock: leave it out"
+            )
+    sights = make_sights(crop, fit, mask, regions)
     if kind != "stdin" and not where:
         raise UserError(f"the source {kind!r} needs {KINDS[kind]}: write {kind}:…")
     if kind in ("rtsp", "http") and not urlsplit(where).hostname:
@@ -167,10 +204,13 @@ def make_feed(
     if kind == "watch" and not path.is_dir():
         raise UserError(f"no directory {where!r}: {near(path) or 'watch needs one that exists'}")
     if kind == "video":
-        video.check(str(path))
+        size_of_frames = video.frame_size(str(path))
+        for sight in sights:
+            sight.check(*size_of_frames)
     if kind in ("camera", "watch", "video"):
         where = str(path)
     if kind == "stdin":
         where = str(os.dup(0))  # the capture process has another standard input
     drops = kind not in ("watch", "video") if overload is None else overload == "drop"
-    return Feed(kind, where, checked_size(size), drops, fps, every, timeout, retries, tracks, passes or 1)
+    asked = timeout, retries, tracks, passes or 1, sights, parse_motion(motion), between
+    return Feed(kind, where, checked_size(size), drops, fps, every, *asked)

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,15 @@ MAX_EVENTS = 100  # kept until they are taken
 
 Idle = Callable[[], bool]  # called while there is no frame; True ends the frames
 Received = Callable[[np.ndarray, str | None], None]  # frames, n x 3 x size x size, and the name of their camera
+
+
+class Frames(NamedTuple):
+    """Frames of one camera, with what is known of each."""
+
+    pixels: np.ndarray  # n x size x size x 3
+    regions: list[int]
+    tracks: list[str]
+    thumbnails: list[bytes]  # empty where there is none
 
 
 def never() -> bool:
@@ -53,6 +62,11 @@ class CameraFrames:
         self._none = np.empty((0, 3, self.size, self.size), np.uint8)
         # Of each frame of the last segment a number, equal for those of one camera and, if it names them, one track.
         self.tracks_named = np.empty(0, np.int64)
+        self.names = [name for feed in feeds for name in feed.names]  # of the cameras, region by region
+        self.cameras = np.empty(0, np.int64)  # of each frame of the last segment: which of `names`
+        self._thumbnails: list[bytes] = []  # of each frame of the last segment; empty where it has none
+        self._is_told = [False for _ in feeds]
+        self._told: list[str] = []  # what is seen of the frames, for a person
 
     @property
     def size(self) -> int:
@@ -62,7 +76,7 @@ class CameraFrames:
     def fps(self) -> float | None:
         """Frames a second, if that is known before they come."""
         rates = [feed.fps or (video.frame_rate(feed.where) if feed.kind == "video" else None) for feed in self.feeds]
-        known = [rate for rate in rates if rate]
+        known = [rate * len(feed.sights) for feed, rate in zip(self.feeds, rates, strict=True) if rate]
         return sum(known) if len(known) == len(rates) else None
 
     def measured_fps(self, seconds: float = 3.0) -> float | None:
@@ -85,11 +99,17 @@ class CameraFrames:
         return (n - 1) / seconds
 
     def frames(
-        self, n: int, until: int | None = None, idle: Idle = never, arrived: Received | None = None
+        self,
+        n: int,
+        until: int | None = None,
+        idle: Idle = never,
+        arrived: Received | None = None,
+        thumbnail_every: int = 0,
     ) -> Generator[np.ndarray]:
         """Segments of `n` frames, n x 3 x size x size; the arguments are those of `Stream.segments`."""
+        how: dict[str, Any] = {"thumbnail_every": thumbnail_every}
         self._captures = [
-            CaptureProcess(replace(feed, place=place, queue=max(feed.queue, 2 * n)), self._events, over)
+            CaptureProcess(replace(feed, place=place, queue=max(feed.queue, 2 * n), **how), self._events, over)
             for feed, place, over in zip(self.feeds, self._places, self._over, strict=True)
         ]
         try:
@@ -103,41 +123,60 @@ class CameraFrames:
 
     def _read(self, n: int, idle: Idle, arrived: Received | None) -> np.ndarray:
         """The next `n` frames, fewer at the end; n x 3 x size x size, camera by camera."""
-        parts: list[list[np.ndarray]] = [[] for _ in self._captures]
-        tracks: list[list[str]] = [[] for _ in self._captures]
-        names = [capture.name if len(self.feeds) > 1 else None for capture in self._captures]
+        parts: list[list[Frames]] = [[] for _ in self._captures]
         missing = n
         while missing and not all(capture.ended for capture in self._captures):
             if idle():
                 for capture, own in zip(self._captures, parts, strict=True):
-                    capture.give_back(sum(map(len, own)))  # only whole segments are learned from
+                    capture.give_back(sum(len(part.pixels) for part in own))  # only whole segments are learned from
                 return self._none
             self._ask(missing)
             asked = {capture.answers: i for i, capture in enumerate(self._captures) if capture.asked is not None}
             ready, _, _ = select.select(list(asked), [], [], 2 * REQUEST_SECONDS if asked else MIN_RETRY_SECONDS)
             for fd, i in asked.items():
-                frames = self._captures[i].look(fd in ready)
-                if len(frames):
-                    missing -= len(frames)
-                    parts[i].append(frames.transpose(0, 3, 1, 2))
-                    tracks[i] += self._captures[i].tracks
+                part = self._captures[i].look(fd in ready)
+                self._tell_sight(i)
+                if len(part.pixels):
+                    missing -= len(part.pixels)
+                    parts[i].append(part)
                     if arrived and not self.exact:
-                        arrived(parts[i][-1], names[i])
+                        self._tell_arrived([part], i, arrived)
                 elif self.feeds[i].drops and not parts[i]:  # its account is of frames rejected or passed over alone
                     self.account.add(self._captures[i].account.take())
         if arrived and self.exact:  # now in the order of the segment, not in that of the fastest
-            for own, name in zip(parts, names, strict=True):
-                for frames in own:
-                    arrived(frames, name)
+            for i, own in enumerate(parts):
+                self._tell_arrived(own, i, arrived)
         for capture in self._captures:
             self.account.add(capture.account.take())
         self._places = [capture.place for capture in self._captures]
         self._over = [capture.ended and capture.feed.exact for capture in self._captures]
         self.account.learned += n - missing
         self.position += n - missing
-        named = [f"{i} {track}" for i, own in enumerate(tracks) for track in own]
+        return self._segment(parts)
+
+    def _tell_arrived(self, parts: list[Frames], camera: int, arrived: Received) -> None:
+        for region, frames in by_region(parts):
+            name = self.names[self._first_name(camera) + region] if len(self.names) > 1 else None
+            arrived(frames.pixels.transpose(0, 3, 1, 2), name)
+
+    def _segment(self, parts: list[list[Frames]]) -> np.ndarray:
+        """The frames of all cameras, region by region."""
+        found = [
+            (self._first_name(i) + region, frames) for i, own in enumerate(parts) for region, frames in by_region(own)
+        ]
+        self.cameras = np.array([camera for camera, frames in found for _ in frames.tracks], np.int64)
+        named = [f"{camera} {track}" for camera, frames in found for track in frames.tracks]
         self.tracks_named = np.unique(named, return_inverse=True)[1]
-        return np.concatenate([self._none, *(frames for own in parts for frames in own)])
+        self._thumbnails = [thumbnail for _, frames in found for thumbnail in frames.thumbnails]
+        return np.concatenate([self._none, *(frames.pixels.transpose(0, 3, 1, 2) for _, frames in found)])
+
+    def _first_name(self, camera: int) -> int:
+        """The place in `names` of a camera's first region."""
+        return sum(len(feed.sights) for feed in self.feeds[:camera])
+
+    def thumbnail(self, arrival: int) -> bytes | None:
+        """A JPEG for people of a frame of the last segment, by its number; only every Nth has one."""
+        return self._thumbnails[arrival - (self.position - len(self._thumbnails))] or None
 
     def _ask(self, missing: int) -> None:
         """Ask those that have frames for equal shares of what is missing, so that together they cannot send more."""
@@ -147,8 +186,9 @@ class CameraFrames:
         late = any(capture.asked and capture.feed.exact for capture in waiting)
         idle = [c for c in waiting if c.asked is None and not (c.feed.exact and late)]
         able = [capture for capture in idle if capture.has_frames]
+        weights = [len(capture.feed.sights) for capture in able]  # a camera with several regions is as many cameras
         for i, capture in enumerate(able):
-            if share := -(-free // (len(able) - i)):
+            if share := -(-free * weights[i] // sum(weights[i:])):
                 capture.ask(share)
                 free -= share
         for capture in idle:
@@ -169,6 +209,19 @@ class CameraFrames:
     def take_events(self) -> list[tuple[str, str]]:
         """Camera and event, such as a lost connection, since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    def take_told(self) -> list[str]:
+        """What is seen of each camera's frames, for a person, since the last call: once their size is known."""
+        told, self._told = self._told, []
+        return told
+
+    def _tell_sight(self, i: int) -> None:
+        capture = self._captures[i]
+        if capture.frame_size is not None and not self._is_told[i]:
+            self._is_told[i] = True
+            for name, sight in zip(capture.feed.names, capture.feed.sights, strict=True):
+                if text := sight.told(*capture.frame_size):
+                    self._told.append(f"{name}: {text}")
 
     def connections(self) -> dict[str, tuple[bool, int]]:
         """For each camera whether it sends frames, and how often its connection was lost."""
@@ -198,12 +251,12 @@ class CaptureProcess:
         self.ended, self.connected = ended, False
         self.has_frames = feed.exact  # a recording always has frames; a camera if its last answer says so
         self.n_lost = 0
+        self.frame_size: tuple[int, int] | None = None  # of the first frame
         self._n_died = 0  # in a row, without an answer between
         self._has_answered = False
         self._patience = ANSWER_SECONDS
         self._down_until: float | None = None
         self.account = Account()  # of the frames received since it was last taken
-        self.tracks: list[str] = []  # of the frames that have come
         self._events = events
         self._start()
 
@@ -235,14 +288,16 @@ class CaptureProcess:
         except BrokenPipeError:
             self._deadline = 0.0  # the process has ended
 
-    def look(self, is_ready: bool) -> np.ndarray:
-        """The frames that have come, n x size x size x 3, perhaps none."""
+    def look(self, is_ready: bool) -> Frames:
+        """The frames that have come, perhaps none."""
         try:
             if is_ready:
                 return self._answer()
             if time.monotonic() < self._deadline:
-                return self._frames(bytearray())
+                return self._none()
             why = "the capture process does not answer"
+        except UserError:
+            raise
         except (OSError, EOFError, ValueError) as error:
             why = f"the capture process ended ({error})"
         self._n_died += 1
@@ -251,7 +306,7 @@ class CaptureProcess:
         self._lost([why])
         self._end("capture restarted")
         self._down_until = time.monotonic() + min(MAX_RETRY_SECONDS, MIN_RETRY_SECONDS * 2 ** min(10, self._n_died))
-        return self._frames(bytearray())
+        return self._none()
 
     def is_up(self) -> bool:
         """Whether it can be asked; a dead process is restarted after a pause."""
@@ -260,13 +315,19 @@ class CaptureProcess:
             self._start()
         return self._down_until is None
 
-    def _answer(self) -> np.ndarray:
+    def _answer(self) -> Frames:
         line = bytearray()
         while not line.endswith(b"\n"):
             line += self._exactly(1)
         header = json.loads(line)
-        frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
-        self.tracks = header["tracks"]
+        if header["error"]:
+            raise UserError(f"{self.name}: {header['error']}")
+        size = self.feed.size
+        content = self._exactly(header["n"] * size**2 * 3)
+        pixels = np.frombuffer(content, np.uint8).reshape(-1, size, size, 3)
+        thumbnails = [bytes(self._exactly(n)) for n in header["thumbnails"]]
+        frames = Frames(pixels, header["regions"], header["tracks"], thumbnails)
+        self.frame_size = self.frame_size or header["frame"]
         asked, self.asked = self.asked or 0, None
         self._n_died, self._has_answered = 0, True
         self._captured = header["captured"]
@@ -294,8 +355,8 @@ class CaptureProcess:
         self.n_lost += len(reasons)
         self.connected &= not reasons
 
-    def _frames(self, content: bytearray) -> np.ndarray:
-        return np.frombuffer(content, np.uint8).reshape(-1, self.feed.size, self.feed.size, 3)
+    def _none(self) -> Frames:
+        return Frames(np.empty((0, self.feed.size, self.feed.size, 3), np.uint8), [], [], [])
 
     def give_back(self, n: int) -> None:
         """Frames that were received and will not be learned from; what waits for the learner sends them again."""
@@ -309,7 +370,7 @@ class CaptureProcess:
         if self.tells_at_the_end:
             self._patience = patience
             with suppress(OSError, EOFError, ValueError):
-                self.give_back(len(self._answer()))
+                self.give_back(len(self._answer().pixels))
         self._end("stopped")
 
     @property
@@ -340,3 +401,19 @@ class CaptureProcess:
                 raise EOFError("no more answers")
             view = view[count:]
         return content
+
+
+def by_region(parts: list[Frames]) -> list[tuple[int, Frames]]:
+    """The frames of one camera, region by region, each in the order in which they came."""
+    if not parts:
+        return []
+    pixels = np.concatenate([part.pixels for part in parts])
+    regions = [region for part in parts for region in part.regions]
+    tracks = [track for part in parts for track in part.tracks]
+    thumbnails = [thumbnail for part in parts for thumbnail in part.thumbnails]
+    found = []
+    for region in sorted(set(regions)):
+        rows = [row for row, its in enumerate(regions) if its == region]
+        own = [tracks[row] for row in rows], [thumbnails[row] for row in rows]
+        found.append((region, Frames(pixels[rows], [region] * len(rows), *own)))
+    return found

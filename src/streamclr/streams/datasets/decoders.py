@@ -2,7 +2,7 @@
 
 `python -m streamclr.streams.datasets.decoders` answers requests on standard output:
 
-    request [path, size], a line of JSON
+    request [path, size, what is seen], a line of JSON
     answer  null and a new line, then size x size x 3 bytes; or what a BadFrame is made of, a line of JSON
 
 It ends when its standard input does, so that none is left when the learner is killed. It never imports torch.
@@ -16,13 +16,15 @@ import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from streamclr.base.errors import UserError
-from streamclr.streams.frame import BadFrame, decode
+from streamclr.streams.frame import BadFrame
+from streamclr.streams.sight import Sight, decode
 
 MAX_DECODERS = 64
 Process = subprocess.Popen[bytes]
@@ -41,17 +43,17 @@ class Decoders:
         self._idle: deque[Process] = deque()
         weakref.finalize(self, _end, self._pool, self._idle)  # also when Python ends
 
-    def decode(self, path: Path, size: int) -> "Future[np.ndarray]":
-        """The same as `frame.decode`: size x size x 3."""
-        return self._pool.submit(self._decode, path, size)
+    def decode(self, path: Path, size: int, sight: Sight) -> "Future[np.ndarray]":
+        """The same as `sight.decode`: size x size x 3."""
+        return self._pool.submit(self._decode, path, size, sight)
 
-    def _decode(self, path: Path, size: int) -> np.ndarray:
+    def _decode(self, path: Path, size: int, sight: Sight) -> np.ndarray:
         try:
             process = self._idle.pop()
         except IndexError:
             process = _start()
         try:
-            pixels = _ask(process, path, size)
+            pixels = _ask(process, path, size, sight)
         except BadFrame:
             self._idle.append(process)
             raise
@@ -72,10 +74,10 @@ def _start() -> Process:
     )
 
 
-def _ask(process: Process, path: Path, size: int) -> np.ndarray:
+def _ask(process: Process, path: Path, size: int, sight: Sight) -> np.ndarray:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps([str(path), size]).encode() + b"\n")
+    process.stdin.write(json.dumps([str(path), size, asdict(sight)]).encode() + b"\n")
     process.stdin.flush()
     if bad := json.loads(process.stdout.readline()):
         raise BadFrame(*bad)
@@ -91,9 +93,9 @@ def _end(pool: ThreadPoolExecutor, idle: deque[Process]) -> None:
 
 def serve(asks: BinaryIO, answers: BinaryIO) -> None:
     for line in asks:
-        path, size = json.loads(line)
+        path, size, sight = json.loads(line)
         try:
-            pixels = decode(Path(path), size).tobytes()
+            pixels = decode(Path(path), size, Sight(**sight)).tobytes()
         except BadFrame as error:
             answers.write(json.dumps(error.args).encode() + b"\n")
         else:

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,16 @@ from streamclr.base.files import near
 from streamclr.base.options import checked_size, one_of
 from streamclr.streams.datasets.decoders import Decoders
 from streamclr.streams.datasets.images import DatasetSource, Images, every_fifth_track
-from streamclr.streams.frame import SUFFIXES, BadFrame, decode, dimensions, natural_key, track_name
+from streamclr.streams.frame import SUFFIXES, BadFrame, dimensions, natural_key, open_frame, track_name
+from streamclr.streams.sight import FIT, MIDDLE, Sight, decode, make_sights, spare_of_thumbnails
 
 TRACKS = ("folder", "name", "none")  # what a track is
 
 
 class FileImages(Images):
-    """Images that are read from their files on demand, scaled and cropped to a square of `size` pixels.
+    """Images that are read from their files on demand, as squares of `size` pixels.
 
+    sight: what is seen of each picture.
     decoders: read the files, but for a single one that was not expected; None: this process does.
     """
 
@@ -33,10 +37,15 @@ class FileImages(Images):
         size: int | None,
         tracks: np.ndarray | None = None,
         decoders: Decoders | None = None,
+        sight: Sight = MIDDLE,
     ):
         self.paths, self.labels, self.classes, self.tracks = paths, np.array(labels, np.int64), classes, tracks
-        self.size = checked_size(_default_size(paths) if size is None else size)
-        self.decoders = decoders
+        self.sight, self.decoders = sight, decoders
+        first = _first_size(paths, is_needed=size is None)
+        sight.check(*first)
+        left, top, right, bottom = sight.box(*first)
+        self.size = checked_size(min(224, right - left, bottom - top) if size is None else size)
+        self.told, self.has_thumbnails = sight.told(*first), max(right - left, bottom - top) > self.size
         self._coming: dict[int, Future[np.ndarray]] = {}  # by number
 
     def __len__(self) -> int:
@@ -47,7 +56,7 @@ class FileImages(Images):
         coming = self._begun(numbers.tolist()) if len(numbers) != 1 or int(numbers[0]) in self._coming else {}
         try:
             for row, number in enumerate(numbers.tolist()):
-                pixels = coming[number].result() if coming else decode(self.paths[number], self.size)
+                pixels = coming[number].result() if coming else decode(self.paths[number], self.size, self.sight)
                 images[row] = pixels.transpose(2, 0, 1)
         except BadFrame:
             self._coming |= coming if len(numbers) > 1 else {}  # they are asked for again, one by one
@@ -67,8 +76,15 @@ class FileImages(Images):
         begun = {}
         for number in dict.fromkeys(numbers):
             known = self._coming.pop(number, None)
-            begun[number] = known or self.decoders.decode(self.paths[number], self.size)
+            begun[number] = known or self.decoders.decode(self.paths[number], self.size, self.sight)
         return begun
+
+    def thumbnail(self, number: int) -> bytes | None:
+        if not self.has_thumbnails:
+            return None
+        with suppress(BadFrame):  # it may be gone by now
+            return self.sight.thumbnail(open_frame(self.paths[number], partial(spare_of_thumbnails, [self.sight])))
+        return None
 
     def file(self, number: int) -> str | None:
         return str(self.paths[number])
@@ -77,7 +93,8 @@ class FileImages(Images):
         """The images for which `chosen` is true."""
         paths = [self.paths[i] for i in np.flatnonzero(chosen).tolist()]
         tracks = None if self.tracks is None else self.tracks[chosen]
-        return FileImages(paths, self.labels[chosen].tolist(), self.classes, self.size, tracks, self.decoders)
+        labels, how = self.labels[chosen].tolist(), (self.decoders, self.sight)
+        return FileImages(paths, labels, self.classes, self.size, tracks, *how)
 
 
 def folder(
@@ -89,6 +106,9 @@ def folder(
     order: str | None = None,
     tracks: str | None = None,
     decoders: int = 0,
+    crop: str | None = None,
+    fit: str = FIT,
+    mask: str | None = None,
 ) -> DatasetSource:
     """The images of a folder, of a pattern as `DIR/*.jpg`, or one file, in natural order, once; with stc or order
     without end.
@@ -101,8 +121,10 @@ def folder(
         below `path`, without classes. `name`: the part of the file name before the last `_`. `none`: not known.
         Default: `folder` if all images are in folders below those of the classes, else `none`.
     decoders: processes that read the files, in part ahead of when they are needed; 0: this process does.
+    crop, fit, mask: see `Sight`.
     """
     pool = Decoders(decoders) if decoders else None
+    (sight,) = make_sights(crop, fit, mask, None)
     if tracks not in (None, *TRACKS):
         raise UserError(f"tracks is {tracks!r}: {one_of(str(tracks), TRACKS)}")
     given = Path(path).expanduser()
@@ -111,16 +133,16 @@ def folder(
         paths = sorted(filter(Path.is_file, found), key=natural_key)
         if not paths:
             raise UserError(f"no file matches {path!r}: give a pattern of image files")
-        images = FileImages(paths, [], (), size, _tracks(paths, tracks or "none"), pool)
+        images = FileImages(paths, [], (), size, _tracks(paths, tracks or "none"), pool, sight)
         return DatasetSource(images, None, None, stc, seed, 1 if passes is None else passes, order)
     root = _directory(path, "folder")
     splits = [root / name for name in ("val", "test") if (root / "train").is_dir() and (root / name).is_dir()]
     streamed = root / "train" if splits else root
     classes, tracks = _layout(streamed, tracks)
-    images = _images(streamed, size, classes, tracks, pool)
+    images = _images(streamed, size, classes, tracks, pool, sight)
     train = test = None
     if splits and classes:
-        train, test = images, _images(splits[0], images.size, classes, tracks, pool)
+        train, test = images, _images(splits[0], images.size, classes, tracks, pool, sight)
         if images.tracks is not None and test.tracks is not None:
             test.tracks += images.tracks.max() + 1
     elif classes:
@@ -215,7 +237,12 @@ def _layout(root: Path, tracks: str | None) -> tuple[tuple[str, ...], str]:
 
 
 def _images(
-    root: Path, size: int | None, classes: tuple[str, ...], tracks: str = "none", decoders: Decoders | None = None
+    root: Path,
+    size: int | None,
+    classes: tuple[str, ...],
+    tracks: str = "none",
+    decoders: Decoders | None = None,
+    sight: Sight = MIDDLE,
 ) -> FileImages:
     """The images of `classes`; if there are none, those in `root`, unlabelled."""
 
@@ -233,7 +260,7 @@ def _images(
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(f"no images in {root}: it needs {kinds} files, flat or one folder per class")
     tops = {root / name for name in classes} or {root}
-    return FileImages(paths, labels, classes, size, _tracks(paths, tracks, tops), decoders)
+    return FileImages(paths, labels, classes, size, _tracks(paths, tracks, tops), decoders, sight)
 
 
 def _folders(directory: Path) -> list[Path]:
@@ -257,12 +284,14 @@ def _tracks(paths: list[Path], tracks: str, tops: Collection[Path] = ()) -> np.n
     return np.array([numbers[name] for name in names], np.int64)
 
 
-def _default_size(paths: list[Path]) -> int:
-    """The size of the first image that can be read, at most 224."""
+def _first_size(paths: list[Path], is_needed: bool) -> tuple[int, int]:
+    """Width and height of the first image that can be read; of a square, if there is none and none is needed."""
     first = None
     for path in paths:
         try:
-            return min(224, *dimensions(path))
+            return dimensions(path)
         except BadFrame as error:
             first = first or error
-    raise UserError(f"none of {len(paths)} images can be read; {first}")
+    if is_needed:
+        raise UserError(f"none of {len(paths)} images can be read; {first}")
+    return 1, 1

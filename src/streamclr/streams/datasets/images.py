@@ -30,11 +30,17 @@ class Images(Numbered, Protocol):
     labels: np.ndarray  # int64, one per image
     classes: tuple[str, ...]
     tracks: np.ndarray | None = None  # int64, one per image; None: not known
+    told: str = ""  # what is seen of the pictures, for a person, if it is not all of them
+    has_thumbnails: bool = False  # larger than the images
 
     def __len__(self) -> int: ...
 
     def file(self, number: int) -> str | None:
         """The path of an image; None if it has no file of its own."""
+        return None
+
+    def thumbnail(self, number: int) -> bytes | None:
+        """A JPEG of an image for a person; None if the pixels are all there is."""
         return None
 
     def expect(self, numbers: np.ndarray) -> None:
@@ -51,11 +57,17 @@ class Source(Numbered, Protocol):
     classes: tuple[str, ...] = ()  # empty: unlabelled
     train: Images | None = None  # labelled images for stage two
     test: Images | None = None
+    told: str = ""  # as of `Images`
+    has_thumbnails: bool = False  # as of `Images`
 
     def labels(self, numbers: np.ndarray) -> np.ndarray: ...
 
     def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
         """The track of each image, int64; the same in every pass. None: not known."""
+        return None
+
+    def thumbnail(self, number: int) -> bytes | None:
+        """As of `Images`, by the image's number in the stream."""
         return None
 
     def expect(self, numbers: np.ndarray) -> None:
@@ -184,6 +196,7 @@ class DatasetSource(Source):
         self.in_time = stc is None
         self.seed, self.epoch = checked_seed(seed), len(streamed)
         self.n_images = None if passes is None else passes * len(streamed)
+        self.told, self.has_thumbnails = streamed.told, streamed.has_thumbnails
         self._last_classes: list[int] = []  # last class of each pass so far: the next pass starts with another
         self._indices_of = lru_cache(maxsize=32)(self._make_order)
 
@@ -195,6 +208,9 @@ class DatasetSource(Source):
 
     def tracks(self, numbers: np.ndarray) -> np.ndarray | None:
         return None if self.streamed.tracks is None else self.streamed.tracks[self._indices(numbers)]
+
+    def thumbnail(self, number: int) -> bytes | None:
+        return self.streamed.thumbnail(int(self._indices(np.array([number]))[0]))
 
     def expect(self, numbers: np.ndarray) -> None:
         self.streamed.expect(self._indices(numbers))
