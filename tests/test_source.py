@@ -51,7 +51,7 @@ def test_one_image_is_a_source(tmp_path):
         source = open_source(f"{tmp_path / name}?size=8")
         assert (source.n_images, source.images(np.arange(1)).shape) == (1, (1, 3, 8, 8))
         assert source.file(0) == str(tmp_path / name)
-    assert absolute_source(str(tmp_path / "one.jpg")) == f"folder:{tmp_path}/one.jpg"
+    assert absolute_source(str(tmp_path / "one.jpg")) == f"folder:{tmp_path}/one.jpg?fit=stretch"
 
 
 @pytest.mark.parametrize(
