@@ -57,6 +57,7 @@ class RunDirectory:
             raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
         directory = cls(new_directory(plan.out, default))
         content = asdict(plan) | {"out": None, "resume": False, "source": opts.redacted(plan.source)}
+        del content["to"]  # it has passwords
         write_json(directory.path / "config.json", content)
         directory.lock()
         return directory
@@ -136,7 +137,7 @@ class RunDirectory:
             learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl")
             for name in (*learned, "looked-at", "status.json", "buffer.safetensors"):  # the last for whoever looked
                 (self.path / name).unlink(missing_ok=True)
-            for name in ("checkpoints", "ranks"):
+            for name in ("checkpoints", "ranks", "answers"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             with suppress(OSError):  # somebody has put something there, or looks at it this moment
                 self.path.rmdir()
@@ -272,7 +273,10 @@ def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
 
 
 # Options that change where and how a run is kept, not what it learns.
-NOT_THE_RUNS = tuple("out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve predict".split())
+NOT_THE_RUNS = (
+    *"out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve predict".split(),
+    *"to threshold smooth every_frame snapshot".split(),
+)
 
 
 def _newest_first(default: Path) -> list[Path]:

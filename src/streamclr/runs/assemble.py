@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from streamclr.answers.answers import addresses
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.classifier import draw_labelled
@@ -96,6 +97,8 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
         stream = own_stream(plan, stream, ranks)
     if plan.serve:
         check_can_serve()
+    if addresses(plan) and not plan.predict:
+        raise UserError("--to sends the answers of --predict: give --predict too")
     if plan.predict:
         check_can_predict(stream)
         if plan.memory is not None:

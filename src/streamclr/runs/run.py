@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from streamclr.answers.answers import deliveries_of
 from streamclr.base.errors import QuietExit, UserError
 from streamclr.compute.ranks import join
 from streamclr.encoders.projection import ContrastiveModel
@@ -58,6 +59,8 @@ def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, An
             if plan.predict:
                 served = Versions(directory).look()
                 results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
+            if plan.to:
+                results |= {"answers": deliveries_of(directory.path)}
             directory.save_results(results)
             return directory.path, results
 

@@ -6,7 +6,7 @@ seen by every user of the machine, and URLs have passwords). Then it answers req
     request {"frames": the most frames to send, "seconds": how long to wait for the first}
     answer  {"n": frames that follow, "account": of frames since the last answer, "place": where to resume after them,
             "waiting": frames left in the queue, "captured": frames read in all, "quiet": seconds since a sign of life,
-            "tracks": [of each of these frames], "ended": true if there will be no more,
+            "tracks", "files": [of each of these frames], "ended": true if there will be no more,
             "events": [reasons why the connection was lost]}, then n x size x size x 3 bytes
 
 It ends when its standard input does. It never imports torch: a device may have many cameras.
@@ -37,7 +37,7 @@ class CaptureThread:
         self.captured = 0
         self.ended = False
         self.events: list[str] = []
-        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account, str]] = deque()
+        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account, Raw]] = deque()
         self._since = Account()  # of the frames since the last one that was queued
         self._change = threading.Condition()
         self._sign_of_life = time.monotonic()
@@ -103,7 +103,7 @@ class CaptureThread:
                 else:
                     self._change.wait(1)
                     self._sign_of_life = time.monotonic()
-            self._queue.append((frame, self._place, self._since.take(), raw.track))
+            self._queue.append((frame, self._place, self._since.take(), raw))
             self._change.notify_all()
 
     def _passes_over(self, raw: Raw) -> str:
@@ -134,7 +134,8 @@ class CaptureThread:
                 account.add(self._since.take())
             answer = {
                 "n": len(taken),
-                "tracks": [track for *_, track in taken],
+                "tracks": [raw.track for *_, raw in taken],
+                "files": [raw.file for *_, raw in taken],
                 "account": account.state_dict(),
                 "place": self._place if done else taken[-1][1] if taken else None,
                 "waiting": len(self._queue),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import checked_size
+from streamclr.base.options import checked_size, redacted
 from streamclr.streams.cameras import video
 from streamclr.streams.cameras.jpegs import JpegSplitter, mjpeg
 from streamclr.streams.cameras.video import VideoError
@@ -27,6 +27,7 @@ class Raw(NamedTuple):
     place: Any = None  # mark after it, from which the source resumes
     seconds: float | None = None  # its time in a recording; None: now
     track: str = ""  # frames with different ones are apart
+    file: str = ""  # its path, if it has a file of its own
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Feed:
     place: tuple[Any, float, int] = (None, 0.0, 0)
 
     @property
+    def name(self) -> str:
+        """What people know it by."""
+        return "stdin" if self.kind == "stdin" else redacted(self.where)
+
+    @property
     def ends(self) -> bool:
         """Whether the source can end; if a camera stops sending, its connection is lost."""
         return self.kind in ("video", "stdin")
@@ -77,7 +83,8 @@ class Feed:
             return (Raw(partial(decode, frame)) for frame in _standard_input(int(self.where)))
         if self.kind == "watch":
             named = track_name if self.tracks == "name" else lambda _: ""
-            return (Raw(partial(decode, path), mark, None, named(path)) for path, mark in watch(self.where, mark))
+            found = watch(self.where, mark)
+            return (Raw(partial(decode, path), mark, None, named(path), str(path)) for path, mark in found)
         assert self.kind == "video"
         frames = islice(enumerate(video.frames(self.where), 1), mark or 0, None)
         return (Raw(frame, number, seconds) for number, (frame, seconds) in frames)

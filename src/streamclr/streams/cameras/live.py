@@ -27,7 +27,8 @@ MAX_RESTARTS = 5  # of a process that never answered: no camera is the reason
 MAX_EVENTS = 100  # kept until they are taken
 
 Idle = Callable[[], bool]  # called while there is no frame; True ends the frames
-Received = Callable[[np.ndarray, str | None], None]  # frames, n x 3 x size x size, and the name of their camera
+# Frames, n x 3 x size x size; the name of their camera or recording; the path of each that has a file, or "".
+Received = Callable[[np.ndarray, str, list[str]], None]
 
 
 def never() -> bool:
@@ -44,6 +45,9 @@ class CameraFrames:
         self.exact = all(feed.exact for feed in feeds)  # all of them are recordings that wait for the learner
         drops = {feed.drops for feed in feeds}
         self.overload = "mixed" if len(drops) > 1 else "drop" if True in drops else "wait"
+        self.names = tuple(feed.name for feed in feeds)
+        # A resumed run gets the same frames again, under the same numbers. Two watched directories come in any order.
+        self.repeats = self.exact or ([feed.kind for feed in feeds] == ["watch"] and self.overload == "wait")
         self.position = 0  # frames handed out
         self.account = Account()
         self._events: deque[tuple[str, str]] = deque(maxlen=MAX_EVENTS)  # source, event
@@ -105,7 +109,6 @@ class CameraFrames:
         """The next `n` frames, fewer at the end; n x 3 x size x size, camera by camera."""
         parts: list[list[np.ndarray]] = [[] for _ in self._captures]
         tracks: list[list[str]] = [[] for _ in self._captures]
-        names = [capture.name if len(self.feeds) > 1 else None for capture in self._captures]
         missing = n
         while missing and not all(capture.ended for capture in self._captures):
             if idle():
@@ -122,13 +125,13 @@ class CameraFrames:
                     parts[i].append(frames.transpose(0, 3, 1, 2))
                     tracks[i] += self._captures[i].tracks
                     if arrived and not self.exact:
-                        arrived(parts[i][-1], names[i])
+                        arrived(parts[i][-1], self.names[i], self._captures[i].files)
                 elif self.feeds[i].drops and not parts[i]:  # its account is of frames rejected or passed over alone
                     self.account.add(self._captures[i].account.take())
         if arrived and self.exact:  # now in the order of the segment, not in that of the fastest
-            for own, name in zip(parts, names, strict=True):
+            for own, name in zip(parts, self.names, strict=True):
                 for frames in own:
-                    arrived(frames, name)
+                    arrived(frames, name, [""] * len(frames))
         for capture in self._captures:
             self.account.add(capture.account.take())
         self._places = [capture.place for capture in self._captures]
@@ -194,7 +197,7 @@ class CaptureProcess:
     """
 
     def __init__(self, feed: Feed, events: deque[tuple[str, str]], ended: bool):
-        self.feed, self.name, self.place = feed, redacted(feed.where), feed.place
+        self.feed, self.name, self.place = feed, feed.name, feed.place
         self.ended, self.connected = ended, False
         self.has_frames = feed.exact  # a recording always has frames; a camera if its last answer says so
         self.n_lost = 0
@@ -204,6 +207,7 @@ class CaptureProcess:
         self._down_until: float | None = None
         self.account = Account()  # of the frames received since it was last taken
         self.tracks: list[str] = []  # of the frames that have come
+        self.files: list[str] = []  # the same
         self._events = events
         self._start()
 
@@ -266,7 +270,7 @@ class CaptureProcess:
             line += self._exactly(1)
         header = json.loads(line)
         frames = self._frames(self._exactly(header["n"] * self.feed.size**2 * 3))
-        self.tracks = header["tracks"]
+        self.tracks, self.files = header["tracks"], header["files"]
         asked, self.asked = self.asked or 0, None
         self._n_died, self._has_answered = 0, True
         self._captured = header["captured"]
