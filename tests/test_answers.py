@@ -13,7 +13,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -61,33 +61,26 @@ def test_smoothing_is_the_mean_of_the_last_frames_of_one_camera():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def places(tmp_path_factory):
-    return tmp_path_factory
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "read", "settle", "restart", "break"]), st.integers(1, 9)), max_size=60),
     st.integers(60, 400),
     st.integers(1, 4),
 )
-def test_the_outbox_gives_each_answer_once_in_order_or_it_is_among_the_oldest(
-    tmp_path_factory, steps, size, n_segments
-):
+def test_the_outbox_gives_each_answer_once_and_in_order_but_the_oldest(tmp_path_factory, steps, size, n_segments):
     place = tmp_path_factory.mktemp("outbox")
-    outbox, n, position, offset, held, gone = Outbox(place, size, n_segments), 0, 0, (0, 0), [], 0
+    outbox, n, position, offset, held = Outbox(place, size, n_segments), 0, 0, (0, 0), []
     for step, number in steps:
         if step == "put":
             assert outbox.put([{"image": n + i} for i in range(number)])
             n += number
         elif step == "read" and not held:
             held, offset = outbox.read(position, offset, number)
+            first = max(position + 1, outbox.oldest)
+            assert [entry.number for entry in held] == list(range(first, min(first + number, n + 1)))
         elif step == "settle":
             for entry in held:
-                assert entry.number > position
                 assert json.loads(entry.line) == entry.answer == {"id": entry.number, "image": entry.number - 1}
-                gone += entry.number - position - 1
                 position = entry.number
             held = []
         elif step in ("restart", "break"):
@@ -100,7 +93,6 @@ def test_the_outbox_gives_each_answer_once_in_order_or_it_is_among_the_oldest(
         assert len(list(place.glob("*.jsonl"))) <= n_segments
     rest, _ = outbox.read(position, (0, 0), 10**6)
     assert [entry.number for entry in rest] == list(range(max(position + 1, outbox.oldest), n + 1))
-    assert n <= 9 or n_segments * size > 400 or outbox.oldest > 1
     outbox.close()
 
 
