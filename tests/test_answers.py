@@ -134,7 +134,9 @@ def test_a_file_has_what_is_to_be_known_of_each_answer(tmp_path):
     assert [(line["id"], line["image"], line["class"]) for line in (first, second)] == [(1, 0, "cat"), (2, 2, "dog")]
     assert (first["probability"], first["source"], first["version"]) == (0.9, "door", 1)
     assert Image.open(io.BytesIO(base64.b64decode(first["snapshot"]))).size == (8, 8)
-    assert deliveries_of(tmp_path / "run") == {str(tmp_path / "out.jsonl"): {"sent": 2, "dropped": 0, "waiting": 0}}
+    assert deliveries_of(tmp_path / "run" / "answers") == {
+        str(tmp_path / "out.jsonl"): {"sent": 2, "dropped": 0, "waiting": 0}
+    }
 
 
 def test_after_a_crash_no_line_is_missing_none_is_twice_and_none_is_broken(tmp_path):

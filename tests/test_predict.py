@@ -214,7 +214,7 @@ def test_json_table_and_csv_say_the_same(exported_run, pictures, tmp_path, capsy
     assert content.count(b"\r\n") == content.count(b"\n") == 10
     with (tmp_path / "found.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    columns = ["image", "file", "class", "probability", "rejected"]
+    columns = ["image", "file", "source", "time", "class", "probability", "rejected"]
     assert list(rows[0]) == [*columns, "P(a)", "P(b)", "P(c)", "P(d)", "P(e)"]
     for row, line in zip(rows, told, strict=True):
         assert (row["image"], row["file"], row["class"], row["rejected"]) == (

@@ -22,7 +22,7 @@ class Told:
         run.mkdir(exist_ok=True)
         outbox = None if outbox is None else Outbox(run / "answers", **outbox)
         chosen = AnswerOptions(to=to, **options)
-        self.answers = Answers(chosen, run, names, repeats, self.events.append, outbox)
+        self.answers = Answers(chosen, run / "answers", run, names, repeats, self.events.append, outbox)
         self.answers.start()
         self.n = 0  # frames so far
 

@@ -4,7 +4,7 @@ import base64
 import io
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ def addresses(options: AnswerOptions) -> list[Address]:
 class Answers:
     """Takes what was predicted for each frame, and sends what is to be told of it; never waits for a destination.
 
-    directory: of the run; the answers are kept in `answers` there.
-    places: the cameras, or the dataset, that are known beforehand.
+    directory: where they are kept until they are delivered.
+    whose: the run or the model that answers; its name is shown, its path tells it from others.
+    names: of the cameras, or of the dataset.
     repeats: a resumed run gets frames again, of which those that were answered are not answered twice.
     tell: called with a line about what somebody should know, by any thread.
     """
@@ -55,16 +56,17 @@ class Answers:
         self,
         options: AnswerOptions,
         directory: Path,
+        whose: Path,
         names: Sequence[str],
         repeats: bool,
         tell: Callable[[str], None],
         outbox: Outbox | None = None,
     ):
-        own, self.tell = directory / "answers", tell
-        self.outbox = Outbox(own) if outbox is None else outbox
-        if not (own / "run.json").is_file():
-            write_json(own / "run.json", {"run": secrets.token_hex(6)})
-        self.run: str = read_json(own / "run.json")["run"]
+        self.tell = tell
+        self.outbox = Outbox(directory) if outbox is None else outbox
+        if not (file := directory / "run.json").is_file():
+            write_json(file, {"run": secrets.token_hex(6)})
+        self.run: str = read_json(file)["run"]
         self._snapshot = options.snapshot
         self._chooser = Chooser(options.threshold or 0.0, options.smooth or 1, options.every_frame)
         self._answered = -1  # number of the last image that was answered and may come again
@@ -75,14 +77,14 @@ class Answers:
             missing.discard(answer["source"])
             if not missing:
                 break
-        whose = f"{socket.gethostname()} {own.absolute()}"
-        device = sha256(whose.encode(errors="replace")).hexdigest()[:12]
-        self._deliveries = []
+        host = f"{socket.gethostname()} {whose.absolute()}"
+        device = sha256(host.encode(errors="replace")).hexdigest()[:12]
+        self._deliveries: list[Delivery] = []
         for address in addresses(options):
-            destination = make_destination(address, self.run, device, directory.name, names)
+            destination = make_destination(address, self.run, device, whose.name, names)
             if n := [one.destination.name for one in self._deliveries].count(address.name):
                 destination.name += f" ({n + 1})"  # two hooks of one host, whose paths are not shown
-            self._deliveries.append(Delivery(destination, self.outbox, own / f"{address.key}.json", tell))
+            self._deliveries.append(Delivery(destination, self.outbox, directory / f"{address.key}.json", tell))
         self.outbox.last = max([self.outbox.last, *(delivery.position for delivery in self._deliveries)])
 
     def start(self) -> None:
@@ -90,15 +92,19 @@ class Answers:
             delivery.start()
 
     def take(
-        self, lines: Sequence[Mapping[str, Any]], probabilities: np.ndarray, classes: Sequence[str], images: np.ndarray
+        self,
+        lines: Sequence[Mapping[str, Any]],
+        probabilities: Iterable[np.ndarray],
+        classes: Sequence[str],
+        images: Iterable[np.ndarray],
     ) -> None:
-        """What is known of each frame, as in predictions.jsonl; n x classes; and the frames, n x 3 x H x W."""
+        """Lines as in predictions.jsonl; n x classes; and the frames, n x 3 x H x W."""
         told = []
         for line, row, image in zip(lines, probabilities, images, strict=True):
             place = (line["source"], line.get("region", ""))
             name, probability = self._chooser.answer(place, row, classes)
             if line["image"] > self._answered and self._chooser.is_told(place, name):
-                answer = {"run": self.run} | line | {"class": name, "probability": probability}
+                answer = {"run": self.run} | dict(line) | {"class": name, "probability": probability}
                 told.append(answer | ({"snapshot": jpeg(image)} if self._snapshot else {}))
         if told:
             self.outbox.put(told)
@@ -114,11 +120,11 @@ class Answers:
         return {delivery.destination.name: delivery.state() for delivery in self._deliveries}
 
     def close(self, patience: float = CLOSE_SECONDS) -> None:
-        """Send what can be sent in so many seconds; the rest waits on the disk for the run to go on."""
+        """Send what can be sent in so many seconds; the rest stays on the disk."""
         close_all(self._deliveries, patience)
         for name, state in self.state().items():
             if state["waiting"]:
-                self.tell(f"{name}: {state['waiting']:,} answers were not sent: they go out when the run goes on")
+                self.tell(f"{name}: {state['waiting']:,} answers were not sent")
         self.outbox.close()
 
 
@@ -133,9 +139,9 @@ def make_destination(address: Address, run: str, device: str, title: str, names:
 
 
 def deliveries_of(directory: Path) -> dict[str, dict[str, int]]:
-    """For each destination of a run that has ended how many answers were sent and dropped, and how many wait."""
-    outbox, found = Outbox(directory / "answers"), {}
-    for file in sorted((directory / "answers").glob("*-*.json")):
+    """For each destination of answers that are kept there how many answers were sent and dropped, and how many wait."""
+    outbox, found = Outbox(directory), {}
+    for file in sorted(directory.glob("*-*.json")):
         state = read_json(file)
         found[state["to"]] = counts(outbox, state["position"], state["sent"], state["dropped"])
     return found

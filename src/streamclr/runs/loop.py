@@ -78,9 +78,12 @@ class Loop:
     def __init__(self, plan: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory, asked: StopSignal):
         self.asked = asked
         self.served = Versions(directory, self._tell) if plan.predict else None
-        self.answers = Answers(plan, directory.path, stream.names, stream.repeats, self._tell) if plan.to else None
+        path = directory.path
+        self.answers: Answers | None = None
+        if plan.to:
+            self.answers = Answers(plan, path / "answers", path, stream.names, stream.repeats, self._tell)
         if self.served is not None:
-            stream = PredictingStream(stream, self.served, directory.path / "predictions.jsonl", self.answers)
+            stream = PredictingStream(stream, self.served, path / "predictions.jsonl", self.answers)
         self.plan, self.learner, self.stream, self.directory = plan, learner, stream, directory
         self.ranks = learner.ranks
         self.challenger: Challenger | None = None

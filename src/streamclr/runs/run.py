@@ -60,7 +60,7 @@ def run(options: RunOptions, stage_two: bool = True) -> tuple[Path, dict[str, An
                 served = Versions(directory).look()
                 results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
             if plan.to:
-                results |= {"answers": deliveries_of(directory.path)}
+                results |= {"answers": deliveries_of(directory.path / "answers")}
             directory.save_results(results)
             return directory.path, results
 
