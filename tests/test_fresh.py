@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[1]
-# What only developers, the pages, video and SVHN need, by the names under which they are imported.
+# What only developers, the pages, video, MQTT and SVHN need, by the names under which they are imported.
 OTHERS = (
     "av fastapi httpx hypothesis mypy paho playwright pytest ruff schemathesis scipy starlette uvicorn xdist".split()
 )

@@ -62,6 +62,7 @@ def same(found, expected):
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
         probability, its = one.pop("probability", 0), other.pop("probability", 0)
+        assert (one.pop("time", None) is None) == (other.pop("time", None) is None)
         assert one == other
         assert abs(probability - its) < 1.5e-4  # one in the last of the four digits that are printed
 

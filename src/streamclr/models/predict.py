@@ -201,13 +201,14 @@ def sending(config: PredictOptions, names: list[str]) -> Iterator[Answers]:
 
 
 def answer(answers: Answers, predictions: list[Prediction], classes: list[str]) -> None:
-    known = [p for p in predictions if p.probabilities is not None and p.pixels is not None]
-    now = round(time.time(), 3)
-    lines = [
-        {"image": p.image, "time": p.time or now, "source": p.source} | ({"file": p.file} if p.file else {})
-        for p in known
-    ]
-    answers.take(lines, [p.probabilities for p in known], classes, [p.pixels for p in known])
+    now, lines, rows, frames = round(time.time(), 3), [], [], []
+    for one in predictions:
+        if one.probabilities is not None and one.pixels is not None:
+            line = {"image": one.image, "time": one.time or now, "source": one.source}
+            lines.append(line | ({"file": one.file} if one.file else {}))
+            rows.append(one.probabilities)
+            frames.append(one.pixels)
+    answers.take(lines, rows, classes, frames)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
