@@ -67,9 +67,9 @@ def test_smoothing_is_the_mean_of_the_last_frames_of_one_camera():
     st.integers(60, 400),
     st.integers(1, 4),
 )
-def test_the_outbox_gives_each_answer_once_and_in_order_but_the_oldest(tmp_path_factory, steps, size, n_segments):
+def test_the_outbox_gives_each_answer_once_and_in_order_but_the_oldest(tmp_path_factory, steps, size, n_files):
     place = tmp_path_factory.mktemp("outbox")
-    outbox, n, position, offset, held = Outbox(place, size, n_segments), 0, 0, (0, 0), []
+    outbox, n, position, offset, held = Outbox(place, size, n_files), 0, 0, (0, 0), []
     for step, number in steps:
         if step == "put":
             assert outbox.put([{"image": n + i} for i in range(number)])
@@ -88,9 +88,9 @@ def test_the_outbox_gives_each_answer_once_and_in_order_but_the_oldest(tmp_path_
             if step == "break" and (files := sorted(place.glob("*.jsonl"))):
                 with files[-1].open("ab") as file:
                     file.write(b'{"id": 99')  # of a line that a power cut has broken
-            outbox, held, offset = Outbox(place, size, n_segments), [], (0, 0)
+            outbox, held, offset = Outbox(place, size, n_files), [], (0, 0)
         assert outbox.last == n
-        assert len(list(place.glob("*.jsonl"))) <= n_segments
+        assert len(list(place.glob("*.jsonl"))) <= n_files
     rest, _ = outbox.read(position, (0, 0), 10**6)
     assert [entry.number for entry in rest] == list(range(max(position + 1, outbox.oldest), n + 1))
     outbox.close()
@@ -340,6 +340,7 @@ def test_a_web_server_that_hangs_delays_nothing(tmp_path):
         ("nowhere/a.jsonl", "no file can be written there; make the directory nowhere first"),
         ("mqtt://broker", "give a topic without + and #, as in mqtt://broker/home/door"),
         ("mqtt://broker/a/+/b", "give a topic without + and #"),
+        ("mqtt://broker/a#discovery=a/%2B", "discovery is 'a/+': use a prefix of topics without + and #"),
         ("mqtt:///topic", "has no host, or a port that is no number"),
         ("mqtt://me:se/cret@broker/topic", "in a password, write / as %2F"),
         ("mqtt://broker/a#usr=me", "--to mqtt has no option 'usr': did you mean 'user'?"),

@@ -60,7 +60,7 @@ def test_a_broker_that_is_killed_again_and_again_gets_every_answer_in_order(brok
 
 
 def test_what_does_not_fit_is_dropped_and_counted_the_oldest_first(broker, tmp_path):
-    outbox = {"segment_bytes": 1000, "n_segments": 3}
+    outbox = {"file_bytes": 1000, "n_files": 3}
     told = Told(tmp_path, f"mqtt://127.0.0.1:{broker.port}/home/door", every_frame=True, outbox=outbox)
     with closing(Listener(broker.port, "home/#")) as listener:
         told.frame(0.9)

@@ -93,6 +93,23 @@ def test_a_run_whose_broker_is_away_ends_and_its_password_is_nowhere(config, tmp
     assert b"s-ecret" not in everything_in(directory.path)
 
 
+@pytest.mark.system
+def test_a_run_sends_to_a_broker(config, tmp_path, monkeypatch):
+    pytest.importorskip("paho.mqtt")
+    from support.broker import Broker, Listener
+
+    directory = begun(config, monkeypatch)
+    monkeypatch.setenv("SECRET", "s-ecret")
+    with closing(Broker(tmp_path / "broker")) as broker, closing(Listener(broker.port, "home/#")) as listener:
+        to = f"mqtt://me@127.0.0.1:{broker.port}/home/door#password_env=SECRET"
+        _, results = run(replace(config, predict=True, to=(to,), every_frame=True, smooth=3))
+        until(lambda: len(listener.answers()) == 72)
+        assert [answer["image"] for answer in listener.answers()] == list(range(N_BEFORE, 80))
+        until(lambda: listener.messages[-1][:2] == ("home/door/availability", b"offline"))
+    assert list(results["answers"].values()) == [{"sent": 72, "dropped": 0, "waiting": 0}]
+    assert b"s-ecret" not in everything_in(directory.path)
+
+
 def test_sending_needs_predictions(config):
     with pytest.raises(UserError, match="--to sends the answers of --predict: give --predict too"):
         run(replace(config, to=("a.jsonl",)))

@@ -102,6 +102,8 @@ def _mqtt(scheme: str, host: str, port: int, parts: SplitResult, given: dict[str
     topic, where = unquote(parts.path).strip("/"), f"--to {scheme}://{host}"
     if not topic or set(topic) & set("+#\0"):
         raise UserError(f"{where}: give a topic without + and #, as in {scheme}://{host}/home/door")
+    if set(own.discovery) & set("+#\0"):
+        raise UserError(f"{where}: discovery is {own.discovery!r}: use a prefix of topics without + and #")
     if find_spec("paho") is None:
         raise UserError(f"{where} needs paho-mqtt: pip install -c constraints.txt -e '.[mqtt]'")
     secret = _secret(own.password_env, own.password_file, "password", where)

@@ -38,7 +38,6 @@ def discovery(prefix: str, device: str, title: str, name: str, topic: str, prese
     about = {
         "name": name,
         "unique_id": own,
-        "object_id": own,
         "state_topic": topic,
         "value_template": "{{ value_json['class'] }}",
         "json_attributes_topic": topic,

@@ -60,8 +60,10 @@ class Mqtt(Destination):
         self._confirmed, self._introduced, self._refusal = set(), set(), ""
         try:
             client.connect(address.host, address.port, KEEPALIVE_SECONDS)
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:
             raise Away(getattr(error, "verify_message", None) or error.strerror or str(error)) from None
+        except ValueError as error:  # a name that no host can have
+            raise Away(str(error)) from None
         self._client = client
         self._until(lambda: client.is_connected(), "no answer to the connection")
         self._publish([(self._presence, b"online")] + [one for place in self._places for one in self._introduce(place)])

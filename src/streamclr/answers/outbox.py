@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from streamclr.records.journal import Journal
 
-SEGMENT_BYTES = 4 * 2**20
+FILE_BYTES = 4 * 2**20
 NAME = "the outbox of answers"
-N_SEGMENTS = 16  # 64 MiB: 300,000 answers without snapshots
+N_FILES = 16  # 64 MiB: 300,000 answers without snapshots
 
 
 class Entry(NamedTuple):
@@ -29,18 +29,18 @@ class Outbox:
     last: the number of the last answer. Numbers are never used twice.
     """
 
-    def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES, n_segments: int = N_SEGMENTS):
-        self.directory, self.segment_bytes, self.n_segments = directory, segment_bytes, n_segments
+    def __init__(self, directory: Path, file_bytes: int = FILE_BYTES, n_files: int = N_FILES):
+        self.directory, self.file_bytes, self.n_files = directory, file_bytes, n_files
         directory.mkdir(exist_ok=True)
         self._lock, self._changing = Lock(), Lock()
         names = [path.stem for path in directory.glob("*.jsonl")]
-        self._segments = deque(sorted(int(name) for name in names if name.isdecimal()))
+        self._firsts = deque(sorted(int(name) for name in names if name.isdecimal()))
         self.last = 0
-        if self._segments:
-            _cut_broken_line(self._path(self._segments[-1]))
-            numbers = [entry.number for entry in self._entries_of(self._segments[-1])]
-            self.last = max(numbers, default=self._segments[-1] - 1)
-        self._journal: Journal | None = None  # of the last segment, once something is written
+        if self._firsts:
+            _cut_broken_line(self._path(self._firsts[-1]))
+            numbers = [entry.number for entry in self._entries_of(self._firsts[-1])]
+            self.last = max(numbers, default=self._firsts[-1] - 1)
+        self._journal: Journal | None = None  # of the last file, once something is written
 
     def _path(self, first: int) -> Path:
         return self.directory / f"{first:010}.jsonl"
@@ -49,16 +49,16 @@ class Outbox:
     def oldest(self) -> int:
         """The number of the oldest answer that is still there, or will be."""
         with self._lock:
-            return self._segments[0] if self._segments else self.last + 1
+            return self._firsts[0] if self._firsts else self.last + 1
 
     def backwards(self) -> Iterator[dict[str, Any]]:
         """All answers that are there, the last one first."""
-        for number in reversed(list(self._segments)):
+        for number in reversed(list(self._firsts)):
             for entry in reversed(self._entries_of(number)):
                 yield entry.answer
 
-    def _entries_of(self, segment: int) -> list[Entry]:
-        return _entries(self._path(segment).read_bytes(), 0)
+    def _entries_of(self, first: int) -> list[Entry]:
+        return _entries(self._path(first).read_bytes(), 0)
 
     def put(self, answers: list[dict[str, Any]]) -> bool:
         """Give them numbers and write them. False if the disk takes none: their numbers stay without answers."""
@@ -72,32 +72,32 @@ class Outbox:
                 self.last += len(lines)
 
     def _open(self) -> Journal:
-        """The last segment or, if it is full, a new one; then the oldest is deleted."""
-        if self._journal is None and self._segments:
-            self._journal = Journal(self._path(self._segments[-1]), NAME)
-        if self._journal is not None and self._journal.size < self.segment_bytes:
+        """The last file or, if it is full, a new one; then the oldest is deleted."""
+        if self._journal is None and self._firsts:
+            self._journal = Journal(self._path(self._firsts[-1]), NAME)
+        if self._journal is not None and self._journal.size < self.file_bytes:
             return self._journal
         journal = Journal(self._path(self.last + 1), NAME)
         with self._changing, self._lock:
             if self._journal is not None:
                 self._journal.close()
             self._journal = journal
-            self._segments.append(self.last + 1)
-            gone = [self._segments.popleft() for _ in range(len(self._segments) - self.n_segments)]
+            self._firsts.append(self.last + 1)
+            gone = [self._firsts.popleft() for _ in range(len(self._firsts) - self.n_files)]
         for number in gone:
             self._path(number).unlink(missing_ok=True)
         return journal
 
     def read(self, after: int, offset: tuple[int, int], n: int) -> tuple[list[Entry], tuple[int, int]]:
-        """Up to `n` answers after a number, and where to go on reading: segment and byte; begin at (0, 0)."""
+        """Up to `n` answers after a number, and where to go on reading: file and byte; begin at (0, 0)."""
         found: list[Entry] = []
         while len(found) < n:
             with self._lock:
-                segments = [s for s in self._segments if s >= offset[0]]
-                if not segments:
+                left = [first for first in self._firsts if first >= offset[0]]
+                if not left:
                     break
-                current, is_last = segments[0], len(segments) == 1
-                following = segments[1] if not is_last else None
+                current, is_last = left[0], len(left) == 1
+                following = None if is_last else left[1]
                 whole = self._journal.size if is_last and self._journal is not None else None
             start = offset[1] if current == offset[0] else 0
             if following is not None and following <= after + 1:  # nothing of it is needed

@@ -53,7 +53,7 @@ class Webhook(Destination):
                 if len(response.read(MAX_RESPONSE_BYTES)) == MAX_RESPONSE_BYTES or response.will_close:
                     self.close()
                 return response.status
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:  # the last: a name that no host can have
                 self.close()
                 if is_last or isinstance(error, TimeoutError):
                     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -52,6 +52,8 @@ class PredictingStream(Stream):
     misses no frame and has none twice: lines of later frames are removed, and the frames are read again. Frames of a
     camera cannot be read again: those that the learner has no time for are classified too, and passed over in the
     account. `arrived` is called in the reader's thread, after the images are classified.
+
+    answers: takes what is predicted, to send it.
     """
 
     def __init__(self, stream: Stream, served: Versions, path: Path, answers: Answers | None = None):
