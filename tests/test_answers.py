@@ -391,3 +391,5 @@ def test_a_password_may_stand_in_a_file_or_in_the_environment(tmp_path, monkeypa
     assert found[0].name == "mqtt://broker:1884/home/door"
     assert parse_address("https://hooks.example/T0/B1?key=2").name == "https://hooks.example/***"
     assert "cret" not in found[0].key
+    assert found[0].discovery == "homeassistant"
+    assert parse_address("mqtt://broker/home#discovery=").discovery == ""

@@ -37,7 +37,7 @@ class CaptureThread:
         self.captured = 0
         self.ended = False
         self.events: list[str] = []
-        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account, Raw]] = deque()
+        self._queue: deque[tuple[np.ndarray, tuple[Any, float, int], Account, str, str]] = deque()
         self._since = Account()  # of the frames since the last one that was queued
         self._change = threading.Condition()
         self._sign_of_life = time.monotonic()
@@ -96,14 +96,14 @@ class CaptureThread:
                 return
             while len(self._queue) >= self.feed.queue:
                 if self.feed.drops:
-                    _, _, oldest, _ = self._queue.popleft()
+                    _, _, oldest, *_ = self._queue.popleft()
                     oldest.passed["overload"] += 1
                     first = self._queue[0][2] if self._queue else self._since
                     first.add(oldest)
                 else:
                     self._change.wait(1)
                     self._sign_of_life = time.monotonic()
-            self._queue.append((frame, self._place, self._since.take(), raw))
+            self._queue.append((frame, self._place, self._since.take(), raw.track, raw.file))
             self._change.notify_all()
 
     def _passes_over(self, raw: Raw) -> str:
@@ -127,15 +127,15 @@ class CaptureThread:
             n = min(n_max, len(self._queue)) if self.ended or len(self._queue) >= enough else 0
             taken = [self._queue.popleft() for _ in range(n)]
             account = Account()
-            for _, _, own, _ in taken:
+            for _, _, own, *_ in taken:
                 account.add(own)
             done = self.ended and not self._queue
             if self.feed.drops or done:
                 account.add(self._since.take())
             answer = {
                 "n": len(taken),
-                "tracks": [raw.track for *_, raw in taken],
-                "files": [raw.file for *_, raw in taken],
+                "tracks": [track for *_, track, _ in taken],
+                "files": [file for *_, file in taken],
                 "account": account.state_dict(),
                 "place": self._place if done else taken[-1][1] if taken else None,
                 "waiting": len(self._queue),
