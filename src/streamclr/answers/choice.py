@@ -1,7 +1,7 @@
 """Which answers are told: smoothed over frames, "unknown" below a threshold, and only those that change."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,8 +37,3 @@ class Chooser:
         is_new = self.told.get(place) != name
         self.told[place] = name
         return is_new or self.every_frame
-
-
-def told_last(answers: Sequence[Mapping[str, str]]) -> dict[Place, str]:
-    """For each place the class of its last answer."""
-    return {(answer["source"], answer.get("region", "")): answer["class"] for answer in answers}
