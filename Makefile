@@ -14,10 +14,10 @@ test: .venv/.dev
 	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist worksteal -m 'not system and not long' --durations 15
 
 # By file: what the tests of a file share (a job of ranks, Ray, a finished run) takes longer to make than a test.
-test-system: .venv/.dev .venv/.chromium
+test-system: .venv/.dev .venv/.chromium .venv/.mosquitto
 	OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --dist loadfile -m 'system and not long' --durations 15
 
-test-long: .venv/.dev .venv/.chromium
+test-long: .venv/.dev .venv/.chromium .venv/.mosquitto
 	.venv/bin/pytest -m long
 
 bench: .venv/.dev
@@ -50,6 +50,13 @@ screenshots: .venv/.dev .venv/.chromium
 	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
 	  $$SUDO apt-get install -y -q chromium || ($$SUDO apt-get update -q && $$SUDO apt-get install -y -q chromium)) \
 	  > .venv/chromium.log 2>&1 && touch $@ || echo "no Chromium (see .venv/chromium.log): the tests of the pages are skipped"
+
+# A real MQTT broker. Debian starts it as a service unless that is masked; the tests start their own.
+.venv/.mosquitto: .venv/bin/python
+	command -v mosquitto > /dev/null || test -x /usr/sbin/mosquitto || (export DEBIAN_FRONTEND=noninteractive; \
+	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo -n); $$SUDO ln -sf /dev/null /etc/systemd/system/mosquitto.service; \
+	  $$SUDO apt-get install -y -q mosquitto || ($$SUDO apt-get update -q && $$SUDO apt-get install -y -q mosquitto)) \
+	  > .venv/mosquitto.log 2>&1 && touch $@ || echo "no mosquitto (see .venv/mosquitto.log): the tests of MQTT are skipped"
 
 clean:
 	rm -rf .venv artefacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,8 +18,10 @@ from support.camera import write_two_scenes
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[1]
-# What only developers, the pages, video and SVHN need, by the names under which they are imported.
-OTHERS = "av fastapi httpx hypothesis mypy playwright pytest ruff schemathesis scipy starlette uvicorn xdist".split()
+# What only developers, the pages, video, MQTT and SVHN need, by the names under which they are imported.
+OTHERS = (
+    "av fastapi httpx hypothesis mypy paho playwright pytest ruff schemathesis scipy starlette uvicorn xdist".split()
+)
 PRESENT = f"from importlib.util import find_spec; print(*filter(find_spec, {OTHERS}))"
 
 LOAD = """

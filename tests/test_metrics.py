@@ -11,7 +11,7 @@ import pytest
 
 from streamclr import Learner, UserError, resnet18
 from streamclr.runs import metrics
-from streamclr.runs.metrics import METRICS, Metrics, of_account, of_served, of_step
+from streamclr.runs.metrics import METRICS, Metrics, of_account, of_answers, of_served, of_step
 from streamclr.streams.account import Account
 from support.images import random_images
 from support.waiting import until
@@ -81,6 +81,8 @@ def test_a_step_and_an_account_are_served(served):
     )
     served.update(source_connected={"rtsp://a:secret@h/1": 1, "camera:0": 0})
     served.update(source_disconnects_total={"rtsp://a:secret@h/1": 3}, source_connected={"camera:0": 1})
+    hook = {"sent": 7, "dropped": 2, "waiting": 1, "connected": True}
+    served.update(**of_answers({"mqtt://a/b": hook | {"sent": 5, "connected": False}, "https://h/***": hook}))
     answer, body = ask(served.port)
     assert answer.status == 200
     assert answer.getheader("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
@@ -97,6 +99,10 @@ def test_a_step_and_an_account_are_served(served):
     assert samples["streamclr_served_version",] == 3
     assert samples["streamclr_served_accuracy",] == 0.75
     assert samples["streamclr_challengers_total", "verdict", "refused"] == 4
+    assert samples["streamclr_answers_sent_total", "destination", "https://h/***"] == 7
+    assert samples["streamclr_answers_dropped_total", "destination", "https://h/***"] == 2
+    assert samples["streamclr_answers_waiting", "destination", "mqtt://a/b"] == 1
+    assert samples["streamclr_destination_connected", "destination", "mqtt://a/b"] == 0
     assert samples["streamclr_step_seconds", "phase", "training"] == step.seconds_training
     assert samples["streamclr_source_connected", "source", "rtsp://a:***@h/1"] == 1
     assert samples["streamclr_source_connected", "source", "camera:0"] == 1

@@ -62,6 +62,7 @@ def same(found, expected):
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
         probability, its = one.pop("probability", 0), other.pop("probability", 0)
+        assert (one.pop("time", None) is None) == (other.pop("time", None) is None)
         assert one == other
         assert abs(probability - its) < 1.5e-4  # one in the last of the four digits that are printed
 
@@ -214,7 +215,7 @@ def test_json_table_and_csv_say_the_same(exported_run, pictures, tmp_path, capsy
     assert content.count(b"\r\n") == content.count(b"\n") == 10
     with (tmp_path / "found.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    columns = ["image", "file", "class", "probability", "rejected"]
+    columns = ["image", "file", "source", "time", "class", "probability", "rejected"]
     assert list(rows[0]) == [*columns, "P(a)", "P(b)", "P(c)", "P(d)", "P(e)"]
     for row, line in zip(rows, told, strict=True):
         assert (row["image"], row["file"], row["class"], row["rejected"]) == (
@@ -351,7 +352,7 @@ def test_class_names_are_safe_in_a_spreadsheet_and_on_a_terminal(tmp_path, capsy
         told([Prediction(i, np.eye(5)[i]) for i in range(5)])
     with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
-    assert [row[2] for row in rows] == ["'=1+1", *names[1:]]
+    assert [row[4] for row in rows] == ["'=1+1", *names[1:]]
     assert not any(text.startswith(("=", "+", "-", "@")) for text in head)
     told = table_printer(names, 2)
     for i in range(5):
@@ -414,3 +415,30 @@ def test_ctrl_c_keeps_the_rows_that_were_written(exported_run, pictures, tmp_pat
     assert (process.returncode, told) == (130, "streamclr: interrupted\n")
     with (tmp_path / "a.csv").open(newline="") as file:
         assert len(list(csv.reader(file))) >= 8
+
+
+def test_answers_go_out_and_frames_say_where_they_are_from(exported_run, tmp_path, capsys):
+    pytest.importorskip("av")
+    from support.camera import write_clip
+
+    clip, out = write_clip(tmp_path / "clip.mp4", n=30), tmp_path / "out.jsonl"
+    words = ["predict", str(exported_run[1]), "--source", f"{clip}", "--to", str(out)]
+    assert main([*words, "--every-frame", "--smooth", "1", "--snapshot"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(answers) == len(lines) == 30
+    for line, answer in zip(lines, answers, strict=True):
+        assert line["source"] == str(clip)
+        assert {key: answer[key] for key in line} == line
+        assert answer["snapshot"]
+    assert main([*words, "--threshold", "1"]) == 0  # it is never so sure: one answer, and no change
+    assert [json.loads(line)["class"] for line in out.read_text().splitlines()[30:]] == ["unknown"]
+
+
+def test_answers_that_did_not_arrive_are_told(exported_run, pictures, held_port, capsys):
+    words = ["predict", str(exported_run[1]), "--source", f"folder:{pictures}", "--every-frame"]
+    assert main([*words, "--to", f"http://127.0.0.1:{held_port}/s-ecret"]) == 0
+    told = capsys.readouterr().err
+    assert f"http://127.0.0.1:{held_port}/***: Connection refused: its answers wait" in told
+    assert "answers were not sent" in told
+    assert "s-ecret" not in told

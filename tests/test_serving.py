@@ -59,6 +59,7 @@ def test_the_segments_are_those_of_the_stream_and_every_frame_has_a_line(served)
     told = torch.tensor([line["probability"] for line in lines(served)])
     assert torch.allclose(told, probabilities, atol=1e-4)
     assert {line["version"] for line in lines(served)} == {1}
+    assert {line["source"] for line in lines(served)} == {"synthetic"}
     assert stream.account == stream.stream.account == Account(100, 100, predicted=100)
     assert stream.position == stream.stream.position == 100
 
@@ -153,6 +154,9 @@ def test_images_that_cannot_be_read_have_no_line_and_no_number(served, tmp_path)
     assert stream.account.received == 40
     assert stream.account.predicted == stream.account.classifiable == stream.account.learned == 37
     assert stream.labels(torch.arange(37)).tolist() == open_all(folder).tolist()
+    files = [folder / name / f"{number}.png" for name in ("ant", "bee") for number in range(20)]
+    good = [str(file) for file in files if file.read_bytes() != b"junk"]
+    assert [line["file"] for line in lines(served)] == good
 
 
 def open_all(folder):
@@ -271,6 +275,7 @@ def test_frames_of_a_camera_are_classified_before_they_are_a_segment(served, cam
     check(stream, served)
     assert stream.account.passed["learner stopped"] == 20
     assert stream.account.learned == 0
+    assert {line["source"] for line in lines(served)} == {source.url}
 
 
 def test_a_camera_that_is_stopped_goes_on_with_the_next_number(served, camera):
@@ -341,6 +346,8 @@ def test_a_watched_directory_waits_and_goes_on(served, tmp_path):
         check(stream, served)
     assert numbers(served) == list(range(20))
     assert stream.account.learned == 20
+    assert [line["file"] for line in lines(served)] == [str(tmp_path / "in" / f"{i:03}.jpg") for i in range(20)]
+    assert {line["source"] for line in lines(served)} == {str(tmp_path / "in")}
 
 
 def test_sources_that_wait_and_others_that_do_not_are_refused_together(served, tmp_path, camera):

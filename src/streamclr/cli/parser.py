@@ -31,8 +31,8 @@ HEADINGS = {
         "probes",
         "label_budget",
         "label_disk",
-        "predict",
     ),
+    "answers": ("predict", "to", "threshold", "smooth", "every_frame", "snapshot"),
     "rounds": tuple(
         "rounds round_images momentum slow statistics fraction min_devices deadline patience head_every".split()
     ),
@@ -145,6 +145,7 @@ class CommandParser(Parser):
                 how = "a command has one --source: a file, a directory, or a pattern in quotes as 'signs/*.jpg'"
             raise UserError(f"unexpected {unknown[0]!r}: {how} (see {self.prog} --help)")
         values = {n: options.convert(v, hints[n], flag(n)) for n, v in vars(given).items() if v is not None}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return argparse.Namespace(prog=self.prog, function=self.command.function, config=config(**values)), []
 
     def _take_source(self, given: argparse.Namespace) -> None:
@@ -177,7 +178,9 @@ class CommandParser(Parser):
                 self.add_argument("_source", metavar="SOURCE", nargs="?", help="the same as --source SOURCE")
                 usage.append("[SOURCE]")
             kwargs: dict[str, Any] = {"metavar": metavar, "required": field.default == ""}
-            if kinds == [bool]:
+            if field.default == ():
+                kwargs["action"] = "append"
+            elif kinds == [bool]:
                 kwargs = {"action": "store_true", "default": None}
             elif field.default == "":
                 usage.append(f"{flag(field.name)} {metavar}")

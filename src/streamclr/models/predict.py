@@ -3,21 +3,25 @@
 import csv
 import json
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamclr.answers.answers import Answers, addresses
 from streamclr.base import cells as cell
 from streamclr.base.errors import UserError
 from streamclr.base.files import near
 from streamclr.base.options import argument, option
 from streamclr.base.progress import Progress, say
 from streamclr.models.formats.reader import Predictor, open_exported
+from streamclr.records.answering import AnswerOptions
 from streamclr.streams.cameras.feed import Feed
 from streamclr.streams.cameras.live import CameraFrames
 from streamclr.streams.datasets.images import DatasetSource, readable
@@ -25,11 +29,12 @@ from streamclr.streams.datasets.registry import DATASETS
 from streamclr.streams.frame import SUFFIXES
 from streamclr.streams.spec import VIDEOS, Source, fit_of, open_source, split_source, takes
 
+MAX_SENDING_SECONDS = 3600.0  # for the answers that wait when the last image is classified
 PIXELS_AT_ONCE = 2**16  # 64 images of 32 px; more is no faster
 
 
 @dataclass(frozen=True)
-class PredictOptions:
+class PredictOptions(AnswerOptions):
     """Classify the images of a source with a run or an exported file: JSON lines, a table, a CSV file."""
 
     model: str = argument("a run directory, or what `export` wrote; an .onnx needs no torch")
@@ -51,6 +56,10 @@ class Prediction(NamedTuple):
     probabilities: np.ndarray | None
     rejected: str = ""
     file: str | None = None  # its path, if it has a file of its own
+    source: str = ""  # its camera, recording or dataset
+    time: float | None = None  # of a frame of a camera or recording: when it was classified
+    pixels: np.ndarray | None = None  # 3 x H x W
+    region: str = ""  # of the camera's frames, if it has several
 
     def top(self, n: int, classes: list[str]) -> list[tuple[str, float]]:
         """The n most probable classes, with their probabilities."""
@@ -64,19 +73,25 @@ def predict(config: PredictOptions) -> None:
     for name, value in (("images", config.images), ("top", config.top)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}: use at least 1")
+    addresses(config)
     model = open_predictor(Path(config.model), config.fraction, config.served)
     opened = open_source(config.source, **usual_options(model, config.source))
     if isinstance(opened, list):
         total, predictions = config.images, of_feeds(model, opened, config.images)
+        places = [place for feed in opened for place in feed.places.values()]
     else:
+        kind, path, _ = split_source(config.source)
+        name = f"{kind}:{path}" if path else kind
+        places = [(name, "")]
         total = config.images or opened.n_images or opened.epoch or 100
         total = min(total, opened.n_images or total)
         if opened.told:
             say(opened.told)
-        predictions = of_source(model, opened, total)
+        predictions = of_source(model, opened, total, name)
     print_line = table_printer(model.classes, config.top) if config.table else json_printer(model.classes, config.top)
     with ExitStack() as stack:
         write = None if config.csv is None else stack.enter_context(csv_writer(Path(config.csv), model.classes))
+        answers = stack.enter_context(sending(config, places)) if config.to else None
         stack.enter_context(closing(predictions))
         bar = stack.enter_context(Progress("classified", total, quiet=sys.stdout.isatty()))
         for batch in predictions:
@@ -85,6 +100,8 @@ def predict(config: PredictOptions) -> None:
             sys.stdout.flush()
             if write is not None:
                 write(batch)
+            if answers is not None:
+                answer(answers, batch, model.classes)
             bar.advance(len(batch))
 
 
@@ -146,17 +163,17 @@ def _refuse_choice(path: Path, fraction: float | None, served: bool) -> None:
         raise UserError(f"--{'served' if served else 'fraction'} is for a run: {path} has one classifier")
 
 
-def of_source(model: Predictor, source: Source, n_images: int) -> Generator[list[Prediction]]:
+def of_source(model: Predictor, source: Source, n_images: int, name: str = "") -> Generator[list[Prediction]]:
     """The predictions for the first images of a source, in batches."""
     place, at_once = 0, 1
     file = source.file if isinstance(source, DatasetSource) else lambda number: None
     while place < n_images:
         numbers = np.arange(place, min(place + at_once, n_images))
         images, good, bad = readable(source, numbers)
-        found = {number: Prediction(number, None, error.reason, file(number)) for number, error in bad.items()}
+        found = {number: Prediction(number, None, error.reason, file(number), name) for number, error in bad.items()}
         if len(good):
-            for number, probabilities in zip(good.tolist(), classified(model, images), strict=True):
-                found[number] = Prediction(number, probabilities, file=file(number))
+            for number, probabilities, pixels in zip(good.tolist(), classified(model, images), images, strict=True):
+                found[number] = Prediction(number, probabilities, "", file(number), name, pixels=pixels)
             at_once = max(1, PIXELS_AT_ONCE // images[0, 0].size)
         yield [found[number] for number in numbers.tolist()]
         place += len(numbers)
@@ -164,7 +181,7 @@ def of_source(model: Predictor, source: Source, n_images: int) -> Generator[list
 
 def of_feeds(model: Predictor, feeds: list[Feed], n_images: int | None) -> Generator[list[Prediction]]:
     """The predictions for the frames of cameras and recordings, one by one: somebody waits for each."""
-    cameras, last = CameraFrames(feeds), "none came"
+    cameras, last, whose = CameraFrames(feeds), "none came", ("", "")
 
     def tell() -> bool:
         nonlocal last
@@ -175,11 +192,19 @@ def of_feeds(model: Predictor, feeds: list[Feed], n_images: int | None) -> Gener
             say(f"streamclr: {last}")
         return False
 
+    def note(_: np.ndarray, name: str, files: list[str]) -> None:
+        nonlocal whose
+        whose = name, files[-1]
+
     try:
-        with closing(cameras.frames(1, until=n_images, idle=tell)) as frames:
+        with closing(cameras.frames(1, until=n_images, idle=tell, arrived=note)) as frames:
             for images in frames:
                 tell()
-                yield [Prediction(cameras.position - 1, classified(model, images)[0])]
+                name, file = whose
+                probabilities, now = classified(model, images)[0], round(time.time(), 3)
+                camera, region = cameras.places[name]
+                number = cameras.position - 1
+                yield [Prediction(number, probabilities, "", file or None, camera, now, images[0], region)]
     finally:  # also when somebody stops it
         tell()
         if rejected := cameras.account.rejected:
@@ -188,13 +213,46 @@ def of_feeds(model: Predictor, feeds: list[Feed], n_images: int | None) -> Gener
         raise UserError(f"not one frame could be classified ({'all were rejected' if rejected else last})")
 
 
+@contextmanager
+def sending(config: PredictOptions, places: list[tuple[str, str]]) -> Iterator[Answers]:
+    """The destinations of --to; at the end, what waits is sent, unless its destination cannot be reached."""
+    with TemporaryDirectory(prefix="streamclr-") as kept:
+        tell = lambda event: say(f"streamclr: {event}")  # noqa: E731
+        answers = Answers(config, Path(kept), Path(config.model), places, repeats=False, tell=tell)
+        answers.start()
+        try:
+            yield answers
+        except BaseException:  # also when somebody stops it
+            answers.close()
+            raise
+        answers.close(patience=MAX_SENDING_SECONDS)
+
+
+def answer(answers: Answers, predictions: list[Prediction], classes: list[str]) -> None:
+    now, lines, rows, frames = round(time.time(), 3), [], [], []
+    for one in predictions:
+        if one.probabilities is not None and one.pixels is not None:
+            line = {"image": one.image, "time": one.time or now, "source": one.source}
+            line |= {"region": one.region} if one.region else {}
+            lines.append(line | ({"file": one.file} if one.file else {}))
+            rows.append(one.probabilities)
+            frames.append(one.pixels)
+    answers.take(lines, rows, classes, frames)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The forms of output.
 
 
 def json_printer(classes: list[str], n_top: int) -> Callable[[Prediction], None]:
     def print_line(prediction: Prediction) -> None:
-        line: dict[str, Any] = {"image": prediction.image} | ({"file": prediction.file} if prediction.file else {})
+        line: dict[str, Any] = {"image": prediction.image}
+        if prediction.time is not None:
+            line |= {"source": prediction.source, "time": prediction.time}
+        if prediction.region:
+            line["region"] = prediction.region
+        if prediction.file:
+            line["file"] = prediction.file
         if prediction.rejected:
             line["rejected"] = prediction.rejected
         else:
@@ -248,11 +306,13 @@ def csv_writer(path: Path, classes: list[str]) -> Iterator[Callable[[list[Predic
     try:
         with path.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file:
             sheet = csv.writer(file)
-            sheet.writerow(["image", "file", "class", "probability", "rejected", *(f"P({name})" for name in classes)])
+            columns = ["image", "file", "source", "time", "class", "probability", "rejected"]
+            sheet.writerow([*columns, *(f"P({name})" for name in classes)])
 
             def write(predictions: list[Prediction]) -> None:
                 for prediction in predictions:
-                    which = [prediction.image, cell.written(prediction.file or "")]
+                    which = [prediction.image, *map(cell.written, (prediction.file or "", prediction.source))]
+                    which.append("" if prediction.time is None else prediction.time)
                     if prediction.probabilities is None:
                         sheet.writerow([*which, "", "", prediction.rejected, *[""] * len(classes)])
                     else:

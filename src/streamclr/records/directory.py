@@ -58,6 +58,7 @@ class RunDirectory:
             raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
         directory = cls(new_directory(plan.out, default))
         content = asdict(plan) | {"out": None, "resume": False, "source": opts.redacted(plan.source)}
+        del content["to"]  # it has passwords
         write_json(directory.path / "config.json", content)
         directory.lock()
         return directory
@@ -165,7 +166,7 @@ class RunDirectory:
             watched = ("looked-at", "status.json", "newest.safetensors", "buffer.safetensors")  # if somebody looked
             for name in (*learned, *watched):
                 (self.path / name).unlink(missing_ok=True)
-            for name in ("checkpoints", "ranks"):
+            for name in ("checkpoints", "ranks", "answers"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             with suppress(OSError):  # somebody has put something there, or looks at it this moment
                 self.path.rmdir()
@@ -329,8 +330,9 @@ def _why_no_run(path: Path) -> str:
 
 
 # Options that change where and how a run is kept, not what it learns.
-NOT_THE_RUNS = tuple(
-    "out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve host port predict".split()
+NOT_THE_RUNS = (
+    *"out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve host port predict".split(),
+    *"to threshold smooth every_frame snapshot".split(),
 )
 
 

@@ -11,6 +11,7 @@ from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
 from streamclr.policy import POLICIES
 from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
+from streamclr.records.answering import AnswerOptions
 from streamclr.records.label_budget import MIN_ASKED, N_ASKED
 
 
@@ -237,6 +238,7 @@ class RunOptions(
     EvaluationOptions,
     LearnerOptions,
     PolicyOptions,
+    AnswerOptions,
     ServingOptions,
     LabellingOptions,
     KeepingOptions,

@@ -54,6 +54,7 @@ class RunPlan(RunOptions):
         hints = typing.get_type_hints(cls)
         if unknown := sorted(content.keys() - hints.keys()):
             raise UserError(f"{where} has unknown keys: {', '.join(unknown)}")
+        hints["to"], content = tuple, {**content, "to": tuple(content.get("to", ()))}
         for name, value in content.items():
             if not isinstance(value, hints[name]) and not (isinstance(value, int) and hints[name] is float):
                 raise UserError(f"{where} has {value!r} for {name}")

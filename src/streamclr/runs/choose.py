@@ -37,9 +37,8 @@ class Choice:
         """What is done, whether it keeps up, and the command that says the same."""
         plan = self.plan
         start = "public weights" if plan.init == "pretrained" else f"{plan.init} weights"
-        parts = {"all": "all of it learns", "norms": "its norms learn"}.get(
-            plan.train, f"its last {plan.train} stages learn"
-        )
+        whole = {"all": "all of it learns", "norms": "its norms learn"}
+        parts = whole.get(plan.train or "all", f"its last {plan.train} stages learn")
         threads = torch.get_num_threads()
         model = f"{plan.encoder} ({start}, {parts}), {plan.size}x{plan.size} px, {threads} threads"
         return [f"{redacted(plan.source)}: {model}", self._pace(), f"the same: {command(plan)}"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamclr.answers.answers import Answers
 from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
 from streamclr.base.progress import Progress, say
 from streamclr.guards import Guarded
@@ -23,7 +24,7 @@ from streamclr.records.journal import Journal
 from streamclr.records.plan import RunPlan
 from streamclr.runs.challenger import Challenger, labels_at_hand
 from streamclr.runs.evaluation import MAX_PROBE_LABELS, MAX_PROBE_TESTED, curve_point
-from streamclr.runs.metrics import Metrics, of_account, of_served, of_step
+from streamclr.runs.metrics import Metrics, of_account, of_answers, of_served, of_step
 from streamclr.runs.next_step import next_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
@@ -80,8 +81,13 @@ class Loop:
     def __init__(self, plan: RunPlan, learner: Learner, stream: Stream, directory: RunDirectory, asked: StopSignal):
         self.asked = asked
         self.served = Versions(directory, self._tell) if plan.predict else None
+        path = directory.path
+        self.answers: Answers | None = None
+        if plan.to:
+            places = list(stream.places.values())
+            self.answers = Answers(plan, path / "answers", path, places, stream.repeats, self._tell)
         if self.served is not None:
-            stream = PredictingStream(stream, self.served, directory.path / "predictions.jsonl")
+            stream = PredictingStream(stream, self.served, path / "predictions.jsonl", self.answers)
         self.plan, self.learner, self.stream, self.directory = plan, learner, stream, directory
         self.ranks = learner.ranks
         self.challenger: Challenger | None = None
@@ -109,6 +115,9 @@ class Loop:
             if self.candidates:
                 stack.enter_context(closing(self.candidates))
                 self._save_first_model()
+            if self.answers:
+                stack.enter_context(closing(self.answers))
+                self.answers.start()
             self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
             minutes, steps, is_first = plan.checkpoint_minutes, plan.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
@@ -292,6 +301,7 @@ class Loop:
             undone=self.n_undone,
             kept_out=dict(policy.kept_out) if isinstance(policy, Guarded) else None,
             served=self._about_served(),
+            answers=self.answers.state() if self.answers else None,
         )
 
     def _about_served(self) -> dict[str, Any] | None:
@@ -317,6 +327,8 @@ class Loop:
                 source_connected={name: float(is_up) for name, (is_up, _) in connections.items()},
                 source_disconnects_total={name: n for name, (_, n) in connections.items()},
             )
+            if self.answers:
+                self.metrics.update(**of_answers(self.answers.state()))
             if self.challenger:
                 heads = {"taken": self.challenger.n_taken, "refused": self.challenger.n_refused}
                 self.metrics.update(**of_served(self._about_served()), challengers_total=heads)

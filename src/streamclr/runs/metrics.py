@@ -35,6 +35,10 @@ METRICS = (
     Metric("streamclr_frames_passed_total", "counter", "Good frames that were passed over, by reason.", "reason"),
     Metric("streamclr_frames_rejected_total", "counter", "Frames that could not be decoded, by reason.", "reason"),
     Metric("streamclr_predictions_total", "counter", "Frames that were classified on arrival."),
+    Metric("streamclr_answers_sent_total", "counter", "Answers that have arrived at a destination.", "destination"),
+    Metric("streamclr_answers_dropped_total", "counter", "Answers that will never arrive there.", "destination"),
+    Metric("streamclr_answers_waiting", "gauge", "Answers that wait for a destination.", "destination"),
+    Metric("streamclr_destination_connected", "gauge", "1 while it can be reached, else 0.", "destination"),
     Metric("streamclr_served_version", "gauge", "Version of the classifier in use; 0 before the first."),
     Metric("streamclr_served_accuracy", "gauge", "Accuracy of that version on labels held back; NaN if unknown."),
     Metric("streamclr_challengers_total", "counter", "New heads since the process started, by verdict.", "verdict"),
@@ -64,6 +68,13 @@ def of_account(account: Account) -> dict[str, Value]:
         "frames_rejected_total": dict(account.rejected),
         "predictions_total": account.predicted,
     }
+
+
+def of_answers(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Value]:
+    """Values for `Metrics.update` from what became of the answers, by destination."""
+    names = {f"answers_{name}_total": name for name in ("sent", "dropped")}
+    names |= {"answers_waiting": "waiting", "destination_connected": "connected"}
+    return {metric: {to: float(counts[name]) for to, counts in state.items()} for metric, name in names.items()}
 
 
 def of_served(about: Mapping[str, Any] | None) -> dict[str, Value]:

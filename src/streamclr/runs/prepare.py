@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+from streamclr.answers.answers import addresses
 from streamclr.base.errors import UserError
 from streamclr.base.progress import say
 from streamclr.classifier import draw_labelled
@@ -34,6 +35,8 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
             plan = dataclasses.replace(plan, label_budget=None)
         stream = own_stream(plan, stream, ranks)
     check_can_serve(plan)
+    if addresses(plan) and not plan.predict:
+        raise UserError("--to sends the answers of --predict: give --predict too")
     if plan.predict:
         check_can_predict(stream)
         if plan.memory is not None:

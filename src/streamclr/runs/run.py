@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from streamclr.answers.answers import deliveries_of
 from streamclr.base.errors import QuietExit, UserError
 from streamclr.compute.ranks import join
 from streamclr.encoders.projection import ContrastiveModel
@@ -69,6 +70,8 @@ def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None
             if plan.predict:
                 served = Versions(directory).look()
                 results |= {"predictions": stream.account.predicted, "served": served.about() if served else None}
+            if plan.to:
+                results |= {"answers": deliveries_of(directory.path / "answers")}
             directory.save_results(results)
             return directory.path, results
 

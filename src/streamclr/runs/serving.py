@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamclr.answers.answers import Answers
 from streamclr.base.errors import UserError
 from streamclr.models.versions import Versions
 from streamclr.records.journal import Journal
@@ -52,15 +53,17 @@ class PredictingStream(Stream):
     misses no frame and has none twice: lines of later frames are removed, and the frames are read again. Frames of a
     camera cannot be read again: those that the learner has no time for are classified too, and passed over in the
     account. `arrived` is called in the reader's thread, after the images are classified.
+
+    answers: takes what is predicted, to send it.
     """
 
-    def __init__(self, stream: Stream, served: Versions, path: Path):
+    def __init__(self, stream: Stream, served: Versions, path: Path, answers: Answers | None = None):
         check_can_predict(stream)
-        self.stream, self.served, self.path = stream, served, path
+        self.stream, self.served, self.path, self.answers = stream, served, path, answers
         self.n_images, self.epoch, self.classes = stream.n_images, stream.epoch, stream.classes
         self.train, self.test = stream.train, stream.test
         self.live, self.exact, self.overload = stream.live, stream.exact, stream.overload
-        self.has_thumbnails = stream.has_thumbnails
+        self.has_thumbnails, self.places, self.repeats = stream.has_thumbnails, stream.places, stream.repeats
         self._drops = stream.overload == "drop"
         self._predictions: Journal | None = None
         self._events: deque[tuple[str, str]] = deque()
@@ -101,6 +104,8 @@ class PredictingStream(Stream):
         """The lines of its frames are on the disk when this returns."""
         if self._predictions is not None:
             self._predictions.sync()
+            if self.answers is not None:
+                self.answers.sync()
         return self._state | {"position": self.position, "account": self.account.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,11 +197,12 @@ class PredictingStream(Stream):
     def _read(self, n: int, until: int | None, arrived: Arrived | None, thumbnail_every: int) -> None:
         torch.set_num_threads(1)  # of this thread
 
-        def classify(images: Tensor, source: str | None) -> None:
-            for part in images.split(BATCH_SIZE):
-                self._classify(part, source)
+        def classify(images: Tensor, source: str, files: list[str]) -> None:
+            for start in range(0, len(images), BATCH_SIZE):
+                part = slice(start, start + BATCH_SIZE)
+                self._classify(images[part], source, files[part])
             if arrived:
-                arrived(images, source)
+                arrived(images, source, files)
 
         until = None if self._drops else until  # a camera is read until the learner has enough
         with closing(self.stream.segments(n, until, self._told_to_end, classify, thumbnail_every)) as segments:
@@ -214,7 +220,7 @@ class PredictingStream(Stream):
         self._connections = self.stream.connections()
         return self._ends
 
-    def _classify(self, images: Tensor, source: str | None) -> None:
+    def _classify(self, images: Tensor, source: str, files: list[str]) -> None:
         """Write a line for each image, with the class by the version that is served now."""
         assert self._predictions is not None
         if time.monotonic() >= self._rollback_check_due:
@@ -223,10 +229,12 @@ class PredictingStream(Stream):
             self._rollback_check_due = time.monotonic() + ROLLBACK_CHECK_SECONDS
         version = self.served.current
         common: dict[str, Any] = {"version": None if version is None else version.number, "time": round(time.time(), 3)}
-        common |= {} if source is None else {"source": source}
+        camera, region = self.places[source]
+        common |= {"source": camera} | ({"region": region} if region else {})
         guesses: list[tuple[str | None, float | None]] = [(None, None)] * len(images)
         if version is not None:
-            probabilities, labels = version.probabilities(images).max(1)
+            each = version.probabilities(images)
+            probabilities, labels = each.max(1)
             guesses = [
                 (version.classes[label], round(probability, 4))
                 for probability, label in zip(probabilities.tolist(), labels.tolist(), strict=True)
@@ -235,8 +243,11 @@ class PredictingStream(Stream):
             {"image": self._image + i, "class": name, "probability": probability} | common
             for i, (name, probability) in enumerate(guesses)
         ]
+        lines = [line | ({"file": file} if file else {}) for line, file in zip(lines, files, strict=True)]
         if self._predictions.write(*lines):
             self._n_written += len(lines)
+        if self.answers is not None and version is not None:
+            self.answers.take(lines, each.numpy(), version.classes, images.numpy())
         self._image += len(lines)
         self._n_classified += len(lines)
 

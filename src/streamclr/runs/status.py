@@ -47,9 +47,9 @@ class Window:
     def __init__(self, directory: RunDirectory, learner: Learner, stream: Stream):
         self.directory, self.learner, self.stream = directory, learner, stream
         self._status_due = self._buffer_due = 0.0  # seconds on the monotonic clock
-        self._newest: dict[str | None, tuple[float, Tensor]] = {}  # by source: when its last frame came, and the frame
+        self._newest: dict[str, tuple[float, Tensor]] = {}  # by source: when its last frame came, and the frame
 
-    def saw(self, images: Tensor, source: str | None) -> None:
+    def saw(self, images: Tensor, source: str, files: list[str]) -> None:
         """Images that have just come, n x 3 x H x W; another thread may call it."""
         if len(images):
             self._newest[source] = time.time(), images[-1].clone()  # a view would keep all of them in memory
@@ -88,7 +88,7 @@ class Window:
     def _write_newest(self) -> None:
         newest = list(self._newest.items())
         if newest:
-            about = [{"name": None if name is None else redacted(name), "time": when} for name, (when, _) in newest]
+            about = [{"name": redacted(name), "time": when} for name, (when, _) in newest]
             tensors = {str(i): image for i, (_, (_, image)) in enumerate(newest)}
             self._write(NEWEST, safetensors_parts(tensors, {"about": json.dumps(about)}))
 

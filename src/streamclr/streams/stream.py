@@ -15,13 +15,13 @@ from streamclr.base.errors import UserError
 from streamclr.scenes import find_scenes
 from streamclr.streams.account import MAX_NAMED, Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
-from streamclr.streams.datasets.images import Images, Source, readable
+from streamclr.streams.datasets.images import DatasetSource, Images, Source, readable
 from streamclr.streams.frame import BadFrame
-from streamclr.streams.spec import open_source
+from streamclr.streams.spec import open_source, split_source
 
 SEGMENTS_AHEAD = 2  # that a source may read before they are asked for
-# Called with images, n x 3 x H x W, and the name of their camera (None if there is only one).
-Arrived = Callable[[Tensor, str | None], None]
+# Called with images, n x 3 x H x W, the name of their camera or dataset, and the path of each that has a file, or "".
+Arrived = Callable[[Tensor, str, list[str]], None]
 
 
 class Stream(Protocol):
@@ -35,7 +35,10 @@ class Stream(Protocol):
     classes: tuple[str, ...] = ()  # empty: unlabelled
     train: Images | None = None  # labelled images for stage two
     test: Images | None = None
+    # Of each region of its cameras, or the dataset, the whole name: name of the camera, and of the region or "".
+    places: dict[str, tuple[str, str]]
     exact: bool  # reading again gives the same images in the same order
+    repeats: bool  # after a resume the same images come again, under the same numbers
     overload: str  # if the learner is too slow: "wait", "drop", or "mixed" if its cameras differ
     account: Account
     has_thumbnails: bool = False  # readable pictures of its images are at hand
@@ -108,16 +111,20 @@ def open_stream(source: str | Path, **options: Any) -> "DatasetStream | CameraSt
     Options may stand in the string or be given as keywords, which win.
     """
     opened = open_source(source, **options)
-    return CameraStream(opened) if isinstance(opened, list) else DatasetStream(opened)
+    if isinstance(opened, list):
+        return CameraStream(opened)
+    kind, path, _ = split_source(source)
+    return DatasetStream(opened, f"{kind}:{path}" if path else kind)
 
 
 class DatasetStream(Stream):
     """The images of a source by their numbers. Those that cannot be read are skipped and counted."""
 
-    exact = True
+    exact = repeats = True
     overload = "wait"
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, name: str = "dataset"):
+        self.name, self.places = name, {name: (name, "")}
         self.source, self.classes, self.n_images, self.epoch = source, source.classes, source.n_images, source.epoch
         self.train, self.test, self.in_time = source.train, source.test, source.in_time
         self.has_thumbnails = source.has_thumbnails
@@ -134,9 +141,9 @@ class DatasetStream(Stream):
 
     def shard(self, index: int, n: int, segment: int) -> "DatasetStream":
         """The segments that one of n ranks reads."""
-        return DatasetStream(Shard(self.source, index, n, segment))
+        return DatasetStream(Shard(self.source, index, n, segment), self.name)
 
-    def measured_fps(self) -> None:
+    def measured_fps(self, seconds: float = 3.0) -> None:
         """None: a dataset has no rate."""
 
     def read(self, n: int, until: int | None = None) -> Tensor:
@@ -196,10 +203,17 @@ class DatasetStream(Stream):
             while len(images := self.read(n, until)):
                 self._expect(SEGMENTS_AHEAD * n, until)
                 if arrived:
-                    arrived(images, None)
+                    arrived(images, self.name, self._files(len(images)))
                 yield images
         finally:
             self.source.expect(np.empty(0, np.int64))
+
+    def _files(self, n: int) -> list[str]:
+        """The paths of the last `n` images that were read."""
+        if not isinstance(self.source, DatasetSource):
+            return [""] * n
+        end = self.position - len(self._skipped)
+        return [self.source.file(number) or "" for number in self._numbers(torch.arange(end - n, end)).tolist()]
 
     def _expect(self, n: int, until: int | None) -> None:
         """The source may begin to read the next `n` images. Position and account are those of the images read."""
@@ -267,7 +281,7 @@ class CameraStream(CameraFrames, Stream):
         self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
     ) -> Generator[Tensor]:
         frames = self.frames(
-            n, until, idle, arrived and (lambda frames, name: arrived(torch.from_numpy(frames), name)), thumbnail_every
+            n, until, idle, arrived and (lambda frames, *of: arrived(torch.from_numpy(frames), *of)), thumbnail_every
         )
         with closing(frames):
             for images in frames:

@@ -6,9 +6,10 @@ seen by every user of the machine, and URLs have passwords). Then it answers req
     request {"frames": the most frames to send, "seconds": how long to wait for the first}
     answer  {"n": frames that follow, "account": of frames since the last answer, "place": where to resume after them,
             "waiting": frames left in the queue, "captured": frames read in all, "quiet": seconds since a sign of life,
-            "regions": [of each of these frames], "tracks": [the same], "thumbnails": [bytes of each one's JPEG, or 0],
-            "frame": [width and height of the first frame], "ended": true if there will be no more,
-            "error": what the user has to correct, "events": [reasons why the connection was lost],
+            "regions": [of each of these frames], "tracks": [the same], "files": [the same],
+            "thumbnails": [bytes of each one's JPEG, or 0], "frame": [width and height of the first frame],
+            "ended": true if there will be no more, "error": what the user has to correct,
+            "events": [reasons why the connection was lost],
             "rejected": [the first frames that cannot be used, and why]},
             then n x size x size x 3 bytes, then the JPEGs
 
@@ -65,6 +66,7 @@ class Waiting(NamedTuple):
     pixels: np.ndarray  # size x size x 3
     region: int
     track: str
+    file: str
     thumbnail: bytes
     place: Place  # after it
     account: Account  # of it, and of the frames before it that were not queued
@@ -191,7 +193,7 @@ class CaptureThread:
                 else:
                     self._change.wait(1)
                     self._sign_of_life = time.monotonic()
-            self._queue.append(Waiting(pixels, region, track, thumbnail, place, self._since.take()))
+            self._queue.append(Waiting(pixels, region, track, raw.file, thumbnail, place, self._since.take()))
             self._change.notify_all()
 
     def _note(self, n: int, passed: str, rejected: str, place: Place) -> None:
@@ -253,6 +255,7 @@ class CaptureThread:
                 "n": len(taken),
                 "regions": [one.region for one in taken],
                 "tracks": [one.track for one in taken],
+                "files": [one.file for one in taken],
                 "thumbnails": [len(one.thumbnail) for one in taken],
                 "account": account.state_dict(),
                 "place": self._place.as_json() if done else place.as_json() if place else None,

@@ -28,6 +28,7 @@ class Raw(NamedTuple):
     mark: Any = None  # after it, from which the source resumes
     seconds: float | None = None  # its time in a recording; None: now
     track: str = ""  # frames with different ones are apart
+    file: str = ""  # its path, if it has a file of its own
     taken: float | None = None  # when it was, in seconds of the clock; None: now
 
 
@@ -75,10 +76,15 @@ class Feed:
         return cls(**content | {"sights": sights, "place": tuple(content["place"])})
 
     @property
-    def names(self) -> list[str]:
-        """The name of each region, or the camera's own; without a password."""
-        where = redacted(self.where)
-        return [f"{where}#{sight.name}" if sight.name else where for sight in self.sights]
+    def name(self) -> str:
+        """What people know it by."""
+        return "stdin" if self.kind == "stdin" else redacted(self.where)
+
+    @property
+    def places(self) -> dict[str, tuple[str, str]]:
+        """For each region its whole name: the name of the camera, and its own, empty where there is but one."""
+        found = [(self.name, sight.name) for sight in self.sights]
+        return {f"{camera}#{region}" if region else camera: (camera, region) for camera, region in found}
 
     @property
     def ends(self) -> bool:
@@ -102,7 +108,7 @@ class Feed:
         if self.kind == "watch":
             named = track_name if self.tracks == "name" else lambda _: ""
             found = watch(self.where, mark)
-            return (Raw(partial(open_frame, path), m, None, named(path), m[0] / 1e9) for path, m in found)
+            return (Raw(partial(open_frame, path), m, None, named(path), str(path), m[0] / 1e9) for path, m in found)
         assert self.kind == "video"
         return self._recording(*(mark if isinstance(mark, list) else (0, mark or 0, 0.0)))  # one pass had a number
 

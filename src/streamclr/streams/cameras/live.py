@@ -27,7 +27,8 @@ MAX_RESTARTS = 5  # of a process that never answered: no camera is the reason
 MAX_EVENTS = 100  # kept until they are taken
 
 Idle = Callable[[], bool]  # called while there is no frame; True ends the frames
-Received = Callable[[np.ndarray, str | None], None]  # frames, n x 3 x size x size, and the name of their camera
+# Frames, n x 3 x size x size; the name of their camera or recording; the path of each that has a file, or "".
+Received = Callable[[np.ndarray, str, list[str]], None]
 
 
 class Frames(NamedTuple):
@@ -36,6 +37,7 @@ class Frames(NamedTuple):
     pixels: np.ndarray  # n x size x size x 3
     regions: list[int]
     tracks: list[str]
+    files: list[str]  # the path of each that has a file, or ""
     thumbnails: list[bytes]  # empty where there is none
 
 
@@ -53,6 +55,8 @@ class CameraFrames:
         self.exact = all(feed.exact for feed in feeds)  # all of them are recordings that wait for the learner
         drops = {feed.drops for feed in feeds}
         self.overload = "mixed" if len(drops) > 1 else "drop" if True in drops else "wait"
+        # A resumed run gets the same frames again, under the same numbers. Two watched directories come in any order.
+        self.repeats = self.exact or ([feed.kind for feed in feeds] == ["watch"] and self.overload == "wait")
         self.position = 0  # frames handed out
         self.account = Account()
         self._events: deque[tuple[str, str]] = deque(maxlen=MAX_EVENTS)  # source, event
@@ -62,7 +66,8 @@ class CameraFrames:
         self._none = np.empty((0, 3, self.size, self.size), np.uint8)
         # Of each frame of the last segment a number, equal for those of one camera and, if it names them, one track.
         self.tracks_named = np.empty(0, np.int64)
-        self.names = [name for feed in feeds for name in feed.names]  # of the cameras, region by region
+        self.places = {name: place for feed in feeds for name, place in feed.places.items()}
+        self.names = list(self.places)
         self.cameras = np.empty(0, np.int64)  # of each frame of the last segment: which of `names`
         self._thumbnails: list[bytes] = []  # of each frame of the last segment; empty where it has none
         self._is_told = [False for _ in feeds]
@@ -156,8 +161,7 @@ class CameraFrames:
 
     def _tell_arrived(self, parts: list[Frames], camera: int, arrived: Received) -> None:
         for region, frames in by_region(parts):
-            name = self.names[self._first_name(camera) + region] if len(self.names) > 1 else None
-            arrived(frames.pixels.transpose(0, 3, 1, 2), name)
+            arrived(frames.pixels.transpose(0, 3, 1, 2), self.names[self._first_name(camera) + region], frames.files)
 
     def _segment(self, parts: list[list[Frames]]) -> np.ndarray:
         """The frames of all cameras, region by region."""
@@ -219,7 +223,7 @@ class CameraFrames:
         capture = self._captures[i]
         if capture.frame_size is not None and not self._is_told[i]:
             self._is_told[i] = True
-            for name, sight in zip(capture.feed.names, capture.feed.sights, strict=True):
+            for name, sight in zip(capture.feed.places, capture.feed.sights, strict=True):
                 if text := sight.told(*capture.frame_size):
                     self._told.append(f"{name}: {text}")
 
@@ -247,7 +251,7 @@ class CaptureProcess:
     """
 
     def __init__(self, feed: Feed, events: deque[tuple[str, str]], ended: bool):
-        self.feed, self.name, self.place = feed, redacted(feed.where), feed.place
+        self.feed, self.name, self.place = feed, feed.name, feed.place
         self.ended, self.connected = ended, False
         self.has_frames = feed.exact  # a recording always has frames; a camera if its last answer says so
         self.n_lost = 0
@@ -326,7 +330,7 @@ class CaptureProcess:
         content = self._exactly(header["n"] * size**2 * 3)
         pixels = np.frombuffer(content, np.uint8).reshape(-1, size, size, 3)
         thumbnails = [bytes(self._exactly(n)) for n in header["thumbnails"]]
-        frames = Frames(pixels, header["regions"], header["tracks"], thumbnails)
+        frames = Frames(pixels, header["regions"], header["tracks"], header["files"], thumbnails)
         self.frame_size = self.frame_size or header["frame"]
         asked, self.asked = self.asked or 0, None
         self._n_died, self._has_answered = 0, True
@@ -356,7 +360,7 @@ class CaptureProcess:
         self.connected &= not reasons
 
     def _none(self) -> Frames:
-        return Frames(np.empty((0, self.feed.size, self.feed.size, 3), np.uint8), [], [], [])
+        return Frames(np.empty((0, self.feed.size, self.feed.size, 3), np.uint8), [], [], [], [])
 
     def give_back(self, n: int) -> None:
         """Frames that were received and will not be learned from; what waits for the learner sends them again."""
@@ -408,12 +412,13 @@ def by_region(parts: list[Frames]) -> list[tuple[int, Frames]]:
     if not parts:
         return []
     pixels = np.concatenate([part.pixels for part in parts])
-    regions = [region for part in parts for region in part.regions]
+    regions = np.array([region for part in parts for region in part.regions])
     tracks = [track for part in parts for track in part.tracks]
+    files = [file for part in parts for file in part.files]
     thumbnails = [thumbnail for part in parts for thumbnail in part.thumbnails]
     found = []
-    for region in sorted(set(regions)):
-        rows = [row for row, its in enumerate(regions) if its == region]
-        own = [tracks[row] for row in rows], [thumbnails[row] for row in rows]
+    for region in sorted(set(regions.tolist())):
+        rows = np.flatnonzero(regions == region).tolist()
+        own = [tracks[row] for row in rows], [files[row] for row in rows], [thumbnails[row] for row in rows]
         found.append((region, Frames(pixels[rows], [region] * len(rows), *own)))
     return found
