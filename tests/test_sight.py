@@ -317,4 +317,4 @@ def test_a_run_of_an_earlier_version_sees_the_middle_square(tmp_path):
 def test_a_feed_reaches_its_process_whole(tmp_path):
     feed = make_feed("watch", str(tmp_path), regions="a:0,0,9,9;b:0,0,50%,50%", motion="on", between="06:00-20:00")
     assert Feed.of(json.loads(json.dumps(asdict(feed)))) == feed
-    assert feed.names == [f"{tmp_path}#a", f"{tmp_path}#b"]
+    assert feed.places == {f"{tmp_path}#a": (str(tmp_path), "a"), f"{tmp_path}#b": (str(tmp_path), "b")}
