@@ -17,12 +17,14 @@ from streamclr.guards import Guarded
 from streamclr.learner import Learner, find_device
 from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import ContrastScoring, Policy, build_policy, policy_options
+from streamclr.records.directory import RunDirectory
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve, resolve_architecture
 from streamclr.runs.serving import check_can_predict
 from streamclr.runs.status import check_can_serve
 from streamclr.scenes import REACH
 from streamclr.stage_two import check_classifier
+from streamclr.streams.spec import fit_of, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
@@ -88,6 +90,7 @@ def make_learner(plan: RunPlan) -> Learner:
 
 def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPlan, Stream, Learner]:
     """All that a run needs. Every option is checked here, before anything is written, not hours later."""
+    options = as_left(options)
     stream = open_run_stream(options)
     plan = resolve(options, stream)
     _ = plan.duty_share
@@ -109,6 +112,15 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     if plan.memory is not None:
         print(f"memory: {learner.fit((plan.segment, 3, plan.size, plan.size))}", file=sys.stderr)
     return plan, stream, learner
+
+
+def as_left(options: RunOptions) -> RunOptions:
+    """With the fit of the run that was left unfinished in --out, unless the source has one: the usual fit may have been
+    another when it began."""
+    if options.out is None or not (Path(options.out) / "config.json").is_file():
+        return options
+    fit = fit_of(RunDirectory.existing(options.out).config.source)
+    return dataclasses.replace(options, source=with_fit(options.source, fit))
 
 
 def own_stream(plan: RunPlan, stream: DatasetStream | CameraStream, ranks: OneProcess) -> DatasetStream | CameraStream:
