@@ -201,7 +201,7 @@ def test_pixels_do_not_depend_on_regions_or_thumbnails(clip):
 
 
 def test_what_a_recording_does_not_have(clip):
-    with pytest.raises(UserError, match="between=06:00-20:00 is for cameras, and .*clip.mkv is a recording"):
+    with pytest.raises(UserError, match=r"between=06:00-20:00 is for cameras, and .*clip\.mkv is a recording"):
         make_feed("video", clip, between="06:00-20:00")
     with pytest.raises(UserError, match="crop is '0,0,129,9', which reaches to 129,9, and the frames are 128x64"):
         make_feed("video", clip, regions="a:0,0,9,9;b:0,0,129,9")  # before a run is begun
