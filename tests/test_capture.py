@@ -4,16 +4,19 @@ import io
 import json
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from streamclr import UserError
 from streamclr.streams.account import Account
 from streamclr.streams.cameras.capture import CaptureThread
 from streamclr.streams.cameras.feed import Feed, make_feed
 from streamclr.streams.frame import Frame
 from streamclr.streams.sight import Sight
+from streamclr.streams.spec import open_source
 
 pytest.importorskip("av")
 WIDTH, HEIGHT = 128, 64
@@ -67,7 +70,7 @@ def told(taken):
 
 def test_each_region_is_a_camera_of_its_own(clip):
     feed = make_feed("video", clip, size=16, regions=TWO)
-    assert feed.names == [f"{clip}#left", f"{clip}#right"]
+    assert list(feed.places) == [f"{clip}#left", f"{clip}#right"]
     answer, taken = read(feed)
     assert told(taken) == [(region, number) for number in range(40) for region in range(2)]
     assert all(not one.pixels[..., 2].any() and one.pixels[..., 0].any() for one in taken if one.region == 0)
@@ -145,8 +148,6 @@ def test_frames_outside_the_hours_are_passed_over(tmp_path):
 
 
 def test_only_every_nth_frame_has_a_thumbnail(clip):
-    from dataclasses import replace
-
     feed = make_feed("video", clip, size=16, regions="all:0,0,100%,100%;left:0,0,50%,100%")
     answer, taken = read(replace(feed, thumbnail_every=4))
     assert answer["thumbnails"] == [len(one.thumbnail) for one in taken]
@@ -160,8 +161,6 @@ def test_only_every_nth_frame_has_a_thumbnail(clip):
 
 
 def test_a_picture_that_was_decoded_at_a_fraction_is_decoded_again_for_its_thumbnail(tmp_path):
-    from dataclasses import replace
-
     small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8))
     small.resize((1600, 1200), Image.Resampling.BICUBIC).save(tmp_path / "a.jpg")
     feed = replace(make_feed("watch", str(tmp_path), size=8), thumbnail_every=1)
@@ -193,11 +192,24 @@ def test_a_later_frame_that_the_crop_does_not_fit_is_rejected(tmp_path):
 
 
 def test_pixels_do_not_depend_on_regions_or_thumbnails(clip):
-    from dataclasses import replace
-
     alone = read(make_feed("video", clip, size=16, crop="0,0,50%,100%"))[1]
     together = read(replace(make_feed("video", clip, size=16, regions=TWO), thumbnail_every=1))[1]
     for one, other in zip(alone, [one for one in together if one.region == 0], strict=True):
         assert np.array_equal(one.pixels, other.pixels)
     frame = Frame(Image.fromarray(picture(3)), (WIDTH, HEIGHT))
     assert np.array_equal(alone[3].pixels, Sight(crop="0,0,50%,100%").square(frame, 16))
+
+
+def test_what_a_recording_does_not_have(clip):
+    with pytest.raises(UserError, match=r"between=06:00-20:00 is for cameras, and .*clip\.mkv is a recording"):
+        make_feed("video", clip, between="06:00-20:00")
+    with pytest.raises(UserError, match="crop is '0,0,129,9', which reaches to 129,9, and the frames are 128x64"):
+        make_feed("video", clip, regions="a:0,0,9,9;b:0,0,129,9")  # before a run is begun
+
+
+def test_datasets_and_folders_have_no_motion(tmp_path):
+    Image.fromarray(picture(1)).save(tmp_path / "a.png")
+    for source in ("synthetic:", f"folder:{tmp_path}"):
+        for option in ("motion=on", "between=06:00-20:00", "regions=a:0,0,9,9"):
+            with pytest.raises(UserError, match="has no option"):
+                open_source(f"{source}?{option}")

@@ -181,6 +181,20 @@ def test_a_camera_over_http(camera):
     assert not stream._captures
 
 
+def test_regions_of_a_camera_over_one_connection(camera):
+    """It serves one client at a time, as many cameras do."""
+    source = camera(fps=100, last=60)
+    regions = "a:0,0,100%,100%;b:0,0,64,64"
+    stream, arrived = open_stream(f"{source.url}#regions={regions}"), []
+    segments = list(stream.segments(40, until=120, arrived=lambda images, name: arrived.append((name, len(images)))))
+    found = [[number for images in segments for number in numbers(images)[start : start + 20]] for start in (0, 20)]
+    assert found == [list(range(60)), list(range(60))]
+    assert [sum(n for name, n in arrived if name == f"{source.url}#{region}") for region in "ab"] == [60, 60]
+    assert stream.account.received == stream.account.learned == 120
+    assert source.n_sent == 60
+    assert stream.take_told() == [f"{source.url}#{r}: sees all of each 64x64 frame, 64x64 at 0,0" for r in "ab"]
+
+
 FAULTS = ["reset", "stall", "cut", "close", "resolution", "page", "junk", "away"]
 
 

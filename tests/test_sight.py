@@ -12,7 +12,7 @@ from streamclr import UserError, open_stream
 from streamclr.streams.cameras.feed import Feed, make_feed
 from streamclr.streams.frame import BadFrame, Frame, open_frame
 from streamclr.streams.sight import FITS, THUMBNAIL_SIDE, Box, Sight, decode, inside_bars, make_sights
-from streamclr.streams.spec import absolute_source, fit_of, split_source, with_old_fit
+from streamclr.streams.spec import absolute_source, fit_of, split_source, with_fit
 
 
 def coordinates(width, height):
@@ -307,10 +307,10 @@ def test_a_source_says_what_it_sees_where_it_is_written_down(tmp_path, monkeypat
 
 
 def test_a_run_of_an_earlier_version_sees_the_middle_square(tmp_path):
-    assert with_old_fit(f"folder:{tmp_path}?stc=5") == f"folder:{tmp_path}?stc=5&fit=crop"
-    assert with_old_fit("rtsp://camera/1#fps=5") == "rtsp://camera/1#fps=5&fit=crop"
-    assert with_old_fit("cifar10?stc=5") == "cifar10?stc=5"
-    assert with_old_fit("rtsp://camera/1#fit=stretch") == "rtsp://camera/1#fit=stretch"
+    assert with_fit(f"folder:{tmp_path}?stc=5") == f"folder:{tmp_path}?stc=5&fit=crop"
+    assert with_fit("rtsp://camera/1#fps=5") == "rtsp://camera/1#fps=5&fit=crop"
+    assert with_fit("cifar10?stc=5") == "cifar10?stc=5"
+    assert with_fit("rtsp://camera/1#fit=stretch") == "rtsp://camera/1#fit=stretch"
     assert fit_of("cifar10") == "crop"
 
 

@@ -1,6 +1,7 @@
 """What a person is shown of a frame, beside the pixels that the encoder saw, and the way of both to the page."""
 
 import csv
+import dataclasses
 import io
 import json
 from contextlib import closing
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from streamclr import UserError
 from streamclr.cli.entry import main
 from streamclr.labelling.candidates import read_candidates
 from streamclr.labelling.exchange import export_labels
@@ -18,6 +20,7 @@ from streamclr.models.formats.reader import Predictor
 from streamclr.models.predict import usual_options
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
+from streamclr.runs.assemble import prepare
 from streamclr.runs.run import run
 from streamclr.streams.sight import Sight
 from streamclr.streams.spec import fit_of
@@ -198,3 +201,22 @@ def test_an_exported_model_sees_the_pixels_that_the_run_saw(tmp_path, capsys, fi
             assert one["probability"] == pytest.approx(same["probability"], abs=2e-3)
     about = json.loads((tmp_path / "m.onnx.json").read_text())["metadata"]
     assert about["fit"] == (fit or "stretch") == Sight(fit=about["fit"]).fit
+
+
+def test_a_run_that_was_left_unfinished_goes_on_with_its_fit(tmp_path):
+    """Of an earlier version, whose source says nothing: with the command that it was started with."""
+    folder = make_folder(tmp_path / "images", 20, 24)
+    small = {"size": SIZE, "width": 1, "buffer": 16, "recipe": "paper", "fractions": "1"}
+    options = RunOptions(source=f"folder:{folder}", out=str(tmp_path / "r"), **small)
+    assert fit_of(prepare(options)[0].source) == "stretch"
+    plan = dataclasses.asdict(prepare(options)[0]) | {"source": f"folder:{folder}", "out": None}
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text(json.dumps(plan))
+    again, stream, _ = prepare(options)
+    assert fit_of(again.source) == stream.source.streamed.sight.fit == "crop"
+    with closing(RunDirectory.of(again)) as directory:
+        assert not directory.differences(again)
+    given = prepare(dataclasses.replace(options, source=f"folder:{folder}?fit=letterbox"))[0]
+    assert fit_of(given.source) == "letterbox"
+    with pytest.raises(UserError, match=r"source is .*fit=crop there, .*fit=letterbox here"):
+        RunDirectory.of(given)

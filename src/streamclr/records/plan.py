@@ -19,7 +19,7 @@ from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usu
 from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
-from streamclr.streams.spec import absolute_source, split_source, takes, with_old_fit
+from streamclr.streams.spec import absolute_source, split_source, takes, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
 from streamclr.views import StrongViews
 
@@ -65,7 +65,7 @@ class RunPlan(RunOptions):
         if content.get("init") is None:  # of an earlier version, which had no public weights by name
             content = {**content, "init": "random"}
         if "source" in content:
-            content = {**content, "source": with_old_fit(content["source"])}
+            content = {**content, "source": with_fit(content["source"])}
         # Nor had it other recipes than the paper's, so that a run which was left unfinished goes on with that.
         usual = {name: value for name, value in PAPER.as_options().items() if content.get(name) is None}
         return cls(**{**content, **usual})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 
 from streamclr.answers.answers import addresses
 from streamclr.base.errors import UserError
@@ -9,6 +10,7 @@ from streamclr.base.progress import say
 from streamclr.classifier import draw_labelled
 from streamclr.compute.ranks import OneProcess
 from streamclr.learner import Learner
+from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
@@ -16,6 +18,7 @@ from streamclr.runs.choose import choose
 from streamclr.runs.dashboard import check_can_serve
 from streamclr.runs.serving import check_can_predict
 from streamclr.stage_two import check_classifier
+from streamclr.streams.spec import fit_of, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
@@ -24,6 +27,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
 
     ranks: of a run that begins now, which is then told on stderr.
     """
+    options = as_left(options)
     stream = open_run_stream(options)
     plan = resolve(options, stream)
     choice = choose(options, plan, stream) if ranks is not None and ranks.n == 1 else None
@@ -52,6 +56,15 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     for line in [] if choice is None else choice.lines():
         say(line)
     return plan, stream, learner
+
+
+def as_left(options: RunOptions) -> RunOptions:
+    """With the fit of the run that was left unfinished in --out, unless the source has one: the usual fit may have been
+    another when it began."""
+    if options.out is None or not (Path(options.out) / "config.json").is_file():
+        return options
+    fit = fit_of(RunDirectory.existing(options.out).config.source)
+    return dataclasses.replace(options, source=with_fit(options.source, fit))
 
 
 def own_stream(plan: RunPlan, stream: DatasetStream | CameraStream, ranks: OneProcess) -> DatasetStream | CameraStream:

@@ -141,12 +141,12 @@ def absolute_source(source: str) -> str:
     return _written(name, path, options, source)
 
 
-def with_old_fit(source: str) -> str:
-    """The source of a run that does not say what it sees: of an earlier version, which took the middle square."""
+def with_fit(source: str, fit: str = MIDDLE.fit) -> str:
+    """The same source, with this fit unless it has one. Runs of versions that had no choice took the middle square."""
     name, path, options = split_source(source)
     if "fit" in options or not takes(source, "fit"):
         return source
-    return _written(name, path, {**options, "fit": MIDDLE.fit}, source)
+    return _written(name, path, {**options, "fit": fit}, source)
 
 
 def fit_of(source: str) -> str:
