@@ -30,8 +30,6 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     options = as_left(options)
     stream = open_run_stream(options)
     plan = resolve(options, stream)
-    choice = choose(options, plan, stream) if ranks is not None and ranks.n == 1 else None
-    plan = plan if choice is None else choice.plan
     _ = plan.duty_share
     check_classifier(plan.classifier)
     if ranks is not None and ranks.n > 1:
@@ -50,6 +48,8 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
             raise UserError("selftrained needs frames whose tracks are known, and --spread on: use finetuned")
         for fraction in plan.label_fractions:
             draw_labelled(stream.train.labels, fraction, stream.train.classes)
+    choice = choose(options, plan, stream) if ranks is not None and ranks.n == 1 else None
+    plan = plan if choice is None else choice.plan
     learner = make_learner(plan)
     if plan.memory is not None:
         print(f"memory: {learner.fit((plan.segment, 3, plan.size, plan.size))}", file=sys.stderr)
