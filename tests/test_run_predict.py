@@ -149,7 +149,7 @@ def test_an_error_before_the_first_step_leaves_nothing(tmp_path):
 def test_a_stream_without_labels_says_so_once(config, tmp_path):
     pytest.importorskip("av")
     clip = write_clip(tmp_path / "clip.mp4", n=40)
-    path, results = run(replace(config, source=str(clip), size=16, images=None, predict=True))
+    path, results = run(replace(config, source=str(clip), size=16, images=None, predict=True, label_budget="off"))
     assert results["served"] is None
     assert sum("no labels at hand" in event for event in events(path)) == 1
     lines = check(path, Account.of(results["account"]))

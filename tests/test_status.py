@@ -55,16 +55,16 @@ def test_who_looks_sees_the_status_and_the_buffer(shown):
 def test_the_newest_frame_of_each_source_is_kept_for_who_looks(shown):
     _, directory, one = shown
     images = random_images(4, 32)
-    one.saw(images[:2], None)
-    one.saw(images[2:3], "rtsp://me:secret@door/1")
-    one.saw(images[:0], "yard")
-    one.saw(images[2:], "rtsp://me:secret@door/1")
+    one.saw(images[:2], "synthetic", ["", ""])
+    one.saw(images[2:3], "rtsp://me:secret@door/1", [""])
+    one.saw(images[:0], "yard", [])
+    one.saw(images[2:], "rtsp://me:secret@door/1", ["", ""])
     one.update()
     assert not (directory.path / NEWEST).exists()  # nobody looks
     look(directory.path)
     one.update()
     tensors, about = load_tensors(directory.path / NEWEST), load_metadata(directory.path / NEWEST)["about"]
-    assert [frame["name"] for frame in json.loads(about)] == [None, "rtsp://me:***@door/1"]
+    assert [frame["name"] for frame in json.loads(about)] == ["synthetic", "rtsp://me:***@door/1"]
     assert torch.equal(tensors["0"], images[1])
     assert torch.equal(tensors["1"], images[3])
     assert all(abs(frame["time"] - time.time()) < 600 for frame in json.loads(about))
