@@ -129,7 +129,7 @@ def test_what_a_page_is_told_of_now_has_no_password(tmp_path):
     plan = run_plan(source="rtsp://me:secret@door/1,rtsp://me:secret@yard/1", images=None, predict=True)
     write_json(path / "config.json", dataclasses.asdict(plan))
     source = "rtsp://me:secret@door/1"
-    write_newest(path, random_images(2), [source, None])
+    write_newest(path, random_images(2), [source, "yard"])
     (path / "predictions.jsonl").write_text("".join(line("fox\udcff", 999 + i / 100, source) for i in range(50)))
     told = RunView(path).now()
     text = json.dumps(told)

@@ -32,7 +32,7 @@ class Newest:
 
     def __init__(self, path: Path):
         self.file = path / NEWEST
-        self.frames: list[dict[str, Any]] = []  # name (None if it is the only one), time, and the key of its picture
+        self.frames: list[dict[str, Any]] = []  # name, time, and the key of its picture
         self.pictures: dict[str, bytes] = {}  # by key; also those before, for who asks late
         self._changed = 0
 
@@ -98,7 +98,7 @@ class Predictions:
 
     def _reset(self) -> None:
         self._offset, self._inode = 0, 0
-        self._sources: dict[str | None, Seen] = {}
+        self._sources: dict[str, Seen] = {}
         self._minutes: dict[int, Counter[str]] = {}
         self.changes: deque[dict[str, Any]] = deque(maxlen=N_CHANGES)
         self.until: float | None = None  # the time of the last one
@@ -128,7 +128,9 @@ class Predictions:
             self._minutes = {minute: counts for minute, counts in self._minutes.items() if minute > first}
 
     def _take(self, line: dict[str, Any]) -> None:
-        time, name, source = float(line["time"]), line["class"], line.get("source")
+        time, name = float(line["time"]), line["class"]
+        source, region = line.get("source", ""), line.get("region", "")  # lines of 0.1.0 may have no source
+        source = f"{source}#{region}" if region else source
         self.until = time
         if not isinstance(name, str):
             return  # there is no classifier yet
@@ -138,7 +140,7 @@ class Predictions:
         if before is not None:
             self.changes.append({"time": time, "source": source, "class": name, "before": before or None})
 
-    def at(self, source: str | None, time: float) -> Prediction | None:
+    def at(self, source: str, time: float) -> Prediction | None:
         """The prediction of the frame that a source gave at this time."""
         seen = self._sources.get(source)
         if seen is None or not seen.recent:

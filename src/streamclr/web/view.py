@@ -172,21 +172,17 @@ class RunView:
             self.standing.update()
             return {
                 "frames": [self._frame(**frame) for frame in self.newest.frames],
-                "changes": [
-                    change | {"source": change["source"] and shown(change["source"])}
-                    for change in self.predictions.changes
-                ],
+                "changes": [change | {"source": shown(change["source"])} for change in self.predictions.changes],
                 "counts": self.predictions.counts(),
                 "classifier": self.standing.classifier,
                 "labels": self.standing.labels,
             }
 
-    def _frame(self, name: str | None, time: float, picture: str, side: int) -> dict[str, Any]:
+    def _frame(self, name: str, time: float, picture: str, side: int) -> dict[str, Any]:
         one = self.predictions.at(name, time)
         known = None if one is None else {"class": one.class_name, "probability": one.probability}
-        only = next(iter(self._sources), shown(self.config.source))  # the name of a source that is alone
         return {
-            "name": only if name is None else shown(name),
+            "name": shown(name),
             "time": time,
             "picture": picture,
             "side": side,
