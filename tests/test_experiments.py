@@ -194,7 +194,7 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
             raise UserError("not here")
         size = config.size or (32 if dataset == "cifar10" else 64)
         in_time = dataset == "gtsrb"
-        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False, in_time=in_time, fps=None)
+        return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False, in_time=in_time, fps=None, train=())
 
     if name == "fleet":
         pytest.importorskip("flwr")

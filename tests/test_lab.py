@@ -24,7 +24,7 @@ def _cifar10_alone(monkeypatch):
             return real(config, data_dir)
         if config.source != "cifar10":
             raise UserError("not here")
-        return SimpleNamespace(epoch=50_000, n_images=None, size=32, live=False, in_time=False)
+        return SimpleNamespace(epoch=50_000, n_images=None, size=32, live=False, in_time=False, train=())
 
     monkeypatch.setattr(lab_module, "_open", opened)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -48,7 +48,7 @@ def test_a_directory_alone_is_a_folder(tmp_path):
     ("source", "told"),
     [
         ("cifar11", "did you mean 'cifar10'"),
-        ("no/such/place", "no source 'no/such/place'"),
+        ("no/such/place", "no file no/such/place: there is no directory no"),
         ("folder:no/such/place", "no directory 'no/such/place'"),
         ("folder:", "folder:DIR"),
         ("synthetic:?sed=1", "did you mean 'seed'"),

@@ -20,7 +20,7 @@ from streamclr.models.formats.reader import Predictor
 from streamclr.models.predict import usual_options
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
-from streamclr.runs.assemble import prepare
+from streamclr.runs.prepare import prepare
 from streamclr.runs.run import run
 from streamclr.streams.sight import Sight
 from streamclr.streams.spec import fit_of
@@ -212,7 +212,7 @@ def test_a_run_that_was_left_unfinished_goes_on_with_its_fit(tmp_path):
     plan = dataclasses.asdict(prepare(options)[0]) | {"source": f"folder:{folder}", "out": None}
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.json").write_text(json.dumps(plan))
-    again, stream, _ = prepare(options)
+    again, stream, *_ = prepare(options)
     assert fit_of(again.source) == stream.source.streamed.sight.fit == "crop"
     with closing(RunDirectory.of(again)) as directory:
         assert not directory.differences(again)

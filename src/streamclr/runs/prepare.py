@@ -3,10 +3,10 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from streamclr.answers.answers import addresses
 from streamclr.base.errors import UserError
-from streamclr.base.progress import say
 from streamclr.classifier import draw_labelled
 from streamclr.compute.ranks import OneProcess
 from streamclr.learner import Learner
@@ -22,10 +22,17 @@ from streamclr.streams.spec import fit_of, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
-def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPlan, Stream, Learner]:
+class Prepared(NamedTuple):
+    plan: RunPlan
+    stream: Stream
+    learner: Learner
+    lines: list[str]  # what a run that begins now says it will do
+
+
+def prepare(options: RunOptions, ranks: OneProcess | None = None) -> Prepared:
     """All that a run needs. Every option is checked here, before anything is written, not hours later.
 
-    ranks: of a run that begins now, which is then told on stderr.
+    ranks: of a run that begins now, which chooses what was not asked for.
     """
     options = as_left(options)
     stream = open_run_stream(options)
@@ -53,9 +60,7 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
     learner = make_learner(plan)
     if plan.memory is not None:
         print(f"memory: {learner.fit((plan.segment, 3, plan.size, plan.size))}", file=sys.stderr)
-    for line in [] if choice is None else choice.lines():
-        say(line)
-    return plan, stream, learner
+    return Prepared(plan, stream, learner, [] if choice is None else choice.lines())
 
 
 def as_left(options: RunOptions) -> RunOptions:

@@ -10,6 +10,7 @@ import torch
 
 from streamclr.answers.answers import deliveries_of
 from streamclr.base.errors import QuietExit, UserError
+from streamclr.base.progress import say
 from streamclr.compute.ranks import join
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import open_candidates
@@ -36,8 +37,10 @@ def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None
     """
     with join(options.device, options.norm_over) as ranks:
         with ranks.together():
-            plan, stream, learner = prepare(options, ranks)
+            plan, stream, learner, lines = prepare(options, ranks)
         with closing(open_directory(plan, ranks)) as directory, ExitStack() as stack:
+            for line in lines:
+                say(line)
             if options.label_budget is None:
                 plan = with_room_for_questions(plan, stream, directory)
             if plan.serve and not ranks.index:

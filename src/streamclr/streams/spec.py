@@ -110,7 +110,7 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
 
 def _not_a_source(text: str, file: Path, name: str) -> str:
     """What is wrong with a source that is none."""
-    if file.exists():
+    if text and file.exists():
         kinds = f"a directory, a video ({', '.join(sorted(VIDEOS)[:6])} …), an image or a list of cameras (.txt)"
         return f"{text} is no file that can be read as images: give {kinds}; for a video of another name video:{text}"
     if glob.has_magic(text):
