@@ -74,7 +74,7 @@ def test_the_first_part_of_an_order_is_the_order_for_fewer(n, seed):
 
 def test_each_answer_brings_the_rows_nearer_than_a_uniform_draw_does():
     features = draw(400, 8) + 3 * torch.eye(8)[torch.arange(400) % 8]
-    x = choice._directions(features)
+    x = choice.directions(features)
 
     def far(rows):
         return float(torch.cdist(x, x[rows]).amin(1).mean())
@@ -87,7 +87,7 @@ def test_each_answer_brings_the_rows_nearer_than_a_uniform_draw_does():
 def test_the_shortcut_finds_what_looking_at_all_rows_finds():
     features = draw(60, 4)
     order = asking_order(features, 20)
-    x = choice._directions(features)
+    x = choice.directions(features)
     distance = torch.cdist(x.double(), x.double())
     nearest = torch.full((60,), 2.0).double()
     for index in order.tolist():

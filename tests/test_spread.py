@@ -186,7 +186,7 @@ def test_only_given_labels_are_counted(session):
     state = session.state()
     assert state["progress"] == {"asked": 24, "labelled": 20, "skipped": 0, "unsure": 0, "left": 4}
     assert state["accuracy"]["n"] == sum(one["n"] for one in state["classes"]) == 20
-    assert [n for n, _ in session.history()] == [20]
+    assert [n for n, *_ in session.history()] == [20]
     info = session.heads.labelled()
     assert (info.n_labels, info.n_spread) == (20, trained.n_spread)
     assert trained.n_spread > 60

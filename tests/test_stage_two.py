@@ -14,23 +14,11 @@ from streamclr import UserError, resnet18
 from streamclr.classifier import Classifier, Head
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.linear import DECAYS, DEFAULT_DECAY, cross_validate, fit_linear, folds_of
 from streamclr.models.export import export
 from streamclr.models.heads import Heads
 from streamclr.models.predict import open_predictor
-from streamclr.stage_two import (
-    DECAYS,
-    DEFAULT_DECAY,
-    Unlabelled,
-    _drawn,
-    choose_classifier,
-    cross_validate,
-    features_of,
-    fine_tune,
-    fit_linear,
-    folds_of,
-    guess_labels,
-    self_train,
-)
+from streamclr.stage_two import Unlabelled, _drawn, choose_classifier, features_of, fine_tune, guess_labels, self_train
 from support.images import random_images
 from support.runs import made_run
 
@@ -122,7 +110,8 @@ def test_with_too_few_labels_to_hold_back_the_decay_is_the_default():
     head, default = fit_linear(features, labels, 3), fit_linear(features, labels, 3, decay=DEFAULT_DECAY)
     assert torch.equal(head.linear.weight, default.linear.weight)
     assert cross_validate(features, labels, 3).n == 9  # that many can be tested
-    assert cross_validate(features[:4], labels[:4], 3) == (DEFAULT_DECAY, 0, 0)
+    few = cross_validate(features[:4], labels[:4], 3)
+    assert (few.decay, few.right, few.n, few.temperature) == (DEFAULT_DECAY, 0, 0, None)
     assert cross_validate(features, labels, 3, groups=torch.arange(9) // 3).n == 0
 
 

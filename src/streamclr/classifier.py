@@ -67,6 +67,14 @@ class Head(nn.Module):
         self.mean.copy_(mean)
         self.std.copy_(std.clamp(min=1e-6))
 
+    @torch.no_grad()
+    def cooled(self, temperature: float | None) -> "Head":
+        """Divide the logits from now on: above 1, probabilities are less certain, and the classes stay. None: as is."""
+        if temperature is not None:
+            self.linear.weight /= temperature
+            self.linear.bias /= temperature
+        return self
+
     def forward(self, features: Tensor) -> Tensor:
         return self.linear((features - self.mean) / self.std)
 

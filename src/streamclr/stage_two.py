@@ -1,4 +1,4 @@
-"""Stage two, beyond the paper: a linear classifier, fine-tuning of the whole encoder, and the choice between them."""
+"""Stage two, beyond the paper: fine-tuning of the whole encoder, self-training, and the choice of a classifier."""
 
 import copy
 import math
@@ -17,14 +17,17 @@ from streamclr.classifier import Head, checked_labels
 from streamclr.encoders.inference import checked_images, infer, seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.stages import set_trained
+from streamclr.linear import (
+    N_FOLDS,
+    are_enough,
+    checked_groups,
+    checked_weights,
+    fit_linear,
+    folds_of,
+    losses_at,
+    temperature_of,
+)
 from streamclr.views import StrongViews
-
-# Of the linear classifier: how much the sum of squares of the weights counts beside the mean cross-entropy.
-DECAYS = (1e-1, 1e-2, 1e-3, 1e-4)
-DEFAULT_DECAY = 1e-2  # with too few labels to hold some back
-N_FOLDS = 5
-MIN_LABELS, MIN_LABELS_OF_CLASS = 10, 2  # on average; with fewer, none is held back to choose by
-MAX_LABELS_FOLDED = 2000  # with more, one fold of them is enough to choose by
 
 # Of fine-tuning.
 LR = 2e-3
@@ -48,151 +51,6 @@ ImagesByNumber = Callable[[np.ndarray], np.ndarray | Tensor]  # row numbers in, 
 def check_classifier(name: str) -> None:
     if name not in CLASSIFIERS:
         raise UserError(f"no classifier {name!r}: {one_of(name, CLASSIFIERS)}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A linear classifier on frozen features.
-
-
-def fit_linear(
-    features: Tensor,
-    labels: Tensor,
-    n_classes: int,
-    weights: Tensor | None = None,
-    groups: Tensor | None = None,
-    decay: float | None = None,
-) -> Head:
-    """Logistic regression on standardised features, to convergence.
-
-    weights: of the labels: 1 if a person gave it, less if it was spread from another image.
-    groups: a number for each label; labels of one group, as frames of one track, are held back together.
-    decay: of the weights; default: chosen by cross-validation.
-    """
-    labels = checked_labels(labels, n_classes, len(features))
-    weights = _checked_weights(weights, labels)
-    if decay is None:
-        decay = cross_validate(features, labels, n_classes, weights, groups).decay
-    head = Head(features.shape[1], n_classes)
-    head.fit_scale(features, weights)
-    x, basis = _reduced((features - head.mean) / head.std)
-    found = _minimum(x, labels, weights, decay, torch.zeros(n_classes, x.shape[1]))
-    with torch.no_grad():
-        head.linear.weight.copy_(found[:, :-1] if basis is None else found[:, :-1] @ basis.T)
-        head.linear.bias.copy_(found[:, -1])
-    return head.eval().requires_grad_(False)
-
-
-class Validation(NamedTuple):
-    """What labels that were held back say of the linear classifier."""
-
-    decay: float
-    right: int
-    n: int  # labels tested; 0 with too few groups
-
-
-def cross_validate(
-    features: Tensor, labels: Tensor, n_classes: int, weights: Tensor | None = None, groups: Tensor | None = None
-) -> Validation:
-    """The best decay, and how many labels are predicted correctly by classifiers that were not trained on them.
-
-    Only labels that a person gave are tested. A label is tested with the decay that is best for the other folds, so
-    that the choice does not flatter the result.
-    """
-    labels = checked_labels(labels, n_classes, len(features))
-    weights = _checked_weights(weights, labels)
-    groups = _checked_groups(groups, labels)
-    given = weights >= 1
-    if len(groups.unique()) < N_FOLDS:
-        return Validation(DEFAULT_DECAY, 0, 0)
-    decays = DECAYS if _are_enough(labels[given]) else (DEFAULT_DECAY,)
-    scale = Head(features.shape[1], 1)
-    scale.fit_scale(features, weights)
-    x, _ = _reduced((features - scale.mean) / scale.std)
-    fold = folds_of(labels, groups)
-    losses, rights, counts = (torch.zeros(N_FOLDS, len(decays)) for _ in range(3))
-    for k in range(N_FOLDS if len(labels) <= MAX_LABELS_FOLDED else 1):
-        known, tested = fold != k, (fold == k) & given
-        if len(labels[known].unique()) < 2:
-            continue
-        # No classifier knows a class that it was not shown: that says nothing about the decay.
-        comparable = torch.isin(labels[tested], labels[known])
-        found = torch.zeros(n_classes, x.shape[1])
-        for i, decay in enumerate(decays):  # each begins where the last one ended
-            found = _minimum(x[known], labels[known], weights[known], decay, found)
-            logits = x[tested] @ found.T
-            losses[k, i] = F.cross_entropy(logits[comparable], labels[tested][comparable], reduction="sum")
-            rights[k, i] = (logits.argmax(1) == labels[tested]).sum()
-            counts[k, i] = tested.sum()
-    of_others = losses.sum(0) - losses if len(labels) <= MAX_LABELS_FOLDED else losses
-    best = of_others.argmin(1)  # of each fold
-    right, n = (int(table[torch.arange(N_FOLDS), best].sum()) for table in (rights, counts))
-    return Validation(decays[int(losses.sum(0).argmin())], right, n)
-
-
-def folds_of(labels: Tensor, groups: Tensor) -> Tensor:
-    """The fold of each label: groups stay whole, and the groups of a class are dealt out one by one."""
-    _, group = groups.unique(return_inverse=True)
-    n = int(group.max()) + 1
-    label = torch.zeros(n, dtype=torch.long).scatter_(0, group.flip(0), labels.flip(0))  # of its first row
-    rank = torch.empty(n, dtype=torch.long)
-    rank[label.argsort(stable=True)] = torch.arange(n)
-    return rank[group] % N_FOLDS
-
-
-def _are_enough(labels: Tensor) -> bool:
-    return len(labels) >= max(MIN_LABELS, MIN_LABELS_OF_CLASS * len(labels.unique()))
-
-
-def _checked_weights(weights: Tensor | None, labels: Tensor) -> Tensor:
-    if weights is None:
-        return torch.ones(len(labels))
-    if weights.shape != labels.shape or not bool((weights > 0).all() and weights.isfinite().all()):
-        raise UserError(f"weights of shape {tuple(weights.shape)} for {len(labels)} labels: give a number above 0 each")
-    return weights.float()
-
-
-def _checked_groups(groups: Tensor | None, labels: Tensor) -> Tensor:
-    if groups is None:
-        return torch.arange(len(labels))
-    if groups.shape != labels.shape or groups.is_floating_point():
-        raise UserError(f"groups of shape {tuple(groups.shape)} for {len(labels)} labels: give a whole number each")
-    return groups.long()
-
-
-def _reduced(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows with a 1 at their end, for the bias. With fewer rows than features: their coordinates in an orthonormal
-    basis of the rows (d x n). The best weights lie in it, because any other part only adds to their squares."""
-    basis = None
-    if len(x) < x.shape[1]:
-        basis, coordinates = torch.linalg.qr(x.T)
-        x = coordinates.T
-    return F.pad(x, (0, 1), value=1.0), basis
-
-
-def _minimum(x: Tensor, labels: Tensor, weights: Tensor, decay: float, start: Tensor) -> Tensor:
-    """Of the weighted mean cross-entropy + decay · |weights|²: n classes x columns of x, the last is the bias."""
-    if not x.isfinite().all():  # of an encoder that broke: nothing can be learned, and the search would not end well
-        return torch.full_like(start, math.nan)
-    found, shares = start.clone(), (weights / weights.sum())[:, None]
-    targets = F.one_hot(labels, len(found)).to(x)
-    decays = torch.full((x.shape[1],), decay)
-    decays[-1] = 0
-    optimizer = torch.optim.LBFGS(
-        [found],
-        max_iter=200,
-        history_size=10,
-        tolerance_grad=1e-5,
-        tolerance_change=1e-8,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> Tensor:  # the gradient is written out: autograd would take half of the time
-        log_p = (x @ found.T).log_softmax(1)
-        found.grad = ((log_p.exp() - targets) * shares).T @ x + 2 * decays * found
-        return (decays * found.square()).sum() - (shares * targets * log_p).sum()
-
-    optimizer.step(closure)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,7 +84,7 @@ def fine_tune(
     smoothing: of the labels, 0 to 1.
     """
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
-    weights = _checked_weights(weights, labels)
+    weights = checked_weights(weights, labels)
     if head not in ("zeros", "linear"):
         raise UserError(f"head is {head!r}: use 'zeros' or 'linear'")
     if steps is None:
@@ -293,7 +151,7 @@ def self_train(
             found.append(_rows_of(unlabelled.images, rows[parts[~is_given] - n]))
         return torch.cat(found)[torch.cat([is_given.nonzero(), (~is_given).nonzero()])[:, 0].argsort()]
 
-    weights = _checked_weights(weights, labels)
+    weights = checked_weights(weights, labels)
     of_labels = torch.zeros(n_classes).index_add_(0, labels, weights)  # the weight of each class
     n_guesses = guesses.bincount(minlength=n_classes)
     weights = torch.cat([weights, (of_labels / n_guesses)[guesses].clamp(max=MAX_GUESS_WEIGHT)])
@@ -392,7 +250,7 @@ def choose_classifier(
     tuning: other options of `fine_tune`.
     """
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
-    weights, groups = _checked_weights(weights, labels), _checked_groups(groups, labels)
+    weights, groups = checked_weights(weights, labels), checked_groups(groups, labels)
     models = [model] if public is None else [model, public]
     has_others = unlabelled is not None and len(unlabelled.scenes) > 0
     candidates = [Candidate(kind, one, one is public) for kind in KINDS if kind in kinds for one in models]
@@ -426,17 +284,23 @@ def choose_classifier(
     held_back = folds_of(labels, groups) == 0
     tested = (held_back & (weights >= 1)).nonzero().flatten()
     tried: dict[str, int] = {}
+    temperatures: dict[str, float | None] = {}
     best = candidates[0]
     why = f"{best.name}: {int((weights >= 1).sum())} labels are too few to hold some back"
-    if _are_enough(labels[weights >= 1]) and len(groups.unique()) >= N_FOLDS and len(tested):
+    if are_enough(labels[weights >= 1]) and len(groups.unique()) >= N_FOLDS and len(tested):
+        comparable = torch.isin(labels[tested], labels[~held_back])
         for one in candidates:
             own, head = trained(one, (~held_back).nonzero().flatten())
             logits = head(features_of(own, lambda n: _rows_of(images, tested[n]), len(tested)))
             tried[one.name] = int((logits.argmax(1) == labels[tested]).sum())
+            losses = losses_at(logits[comparable], labels[tested][comparable])
+            temperatures[one.name] = temperature_of(losses, int(comparable.sum()))
         best = max(candidates, key=lambda one: tried[one.name])  # the first of equals
         others = "".join(f", {name} {right}" for name, right in tried.items() if name != best.name)
         why = f"{best.name}: {tried[best.name]} of {len(tested)} held-back labels right{others}"
     own, head = trained(best, torch.arange(len(labels)))
+    if best.kind != "linear":  # a linear one was cross-validated
+        head.cooled(temperatures.get(best.name))
     is_given = own is model
     right, n = (tried[best.name], len(tested)) if tried else (0, 0)
     return Chosen(best.kind, head, why, None if is_given else own, best.is_public, right, n, tuple(tried.items()))

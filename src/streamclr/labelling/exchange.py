@@ -90,7 +90,7 @@ def _rows(session: LabelSession) -> Iterator[tuple[dict[str, Any], bytes]]:
             "answer": answer.kind if answer else "",
             "label": names[answer.class_id] if answer and answer.class_id is not None else "",
             "prediction": names[guess["class"]] if guess else "",
-            "probability": guess["probability"] if guess else "",
+            "probability": "" if guess is None or guess["probability"] is None else guess["probability"],
         }
         yield content, picture
 
@@ -105,7 +105,9 @@ def _write_tasks(session: LabelSession, file: Path, interface: Path) -> None:
         label = {"result": [_choice(row["label"])]}
         skipped = {"result": [], "was_cancelled": True}  # Label Studio's word for it
         task["annotations"] = [label if row["answer"] == "label" else skipped] if row["answer"] else []
-        guess = {"result": [_choice(row["prediction"])], "score": row["probability"], "model_version": "streamclr"}
+        guess = {"result": [_choice(row["prediction"])], "model_version": "streamclr"}
+        if row["probability"] != "":
+            guess["score"] = row["probability"]
         task["predictions"] = [guess] if row["prediction"] else []
         tasks.append(json.dumps(task, ensure_ascii=False))
     lines = ",\n".join(tasks)  # one task per line, so that errors can name the line

@@ -33,11 +33,11 @@ def asking_order(features: Tensor, n: int, seed: int = 0, known: Tensor | None =
         n_known = min(int(known.sum()), n, MAX_ROWS)
     # Only sampled rows may be asked: others would be preferred just because they lie near a sampled one.
     few = min(n, MAX_ROWS)
-    first = _greedy(_directions(features[drawn[:MAX_ROWS]]), few, n_known)
+    first = _greedy(directions(features[drawn[:MAX_ROWS]]), few, n_known)
     return torch.cat([drawn[first], drawn[MAX_ROWS:][: n - few]])
 
 
-def _directions(features: Tensor) -> Tensor:
+def directions(features: Tensor) -> Tensor:
     """Rows standardised, then scaled to length 1: relative to the mean, classes differ in direction, not in length."""
     if not features.numel():
         return features

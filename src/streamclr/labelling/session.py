@@ -5,13 +5,12 @@ import json
 import threading
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -21,14 +20,17 @@ from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import unusable
 from streamclr.labelling.candidates import Candidate, key_of, middle, read_clips
-from streamclr.labelling.order import asking_order
+from streamclr.labelling.order import asking_order, directions
+from streamclr.labelling.people import People
 from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.labelling.store import Answer, Labels, Question
+from streamclr.labelling.trust import USUAL_SIMILARITY, Settled, least_similarity, settled
+from streamclr.linear import MIN_LABELS_OF_TEMPERATURE, cross_validate, fit_linear
 from streamclr.models.heads import PUBLIC, Heads
 from streamclr.records.directory import FINISHED, RunDirectory
 from streamclr.records.label_budget import N_ASKED, LabelBudget
 from streamclr.scenes import SPREAD_WEIGHT
-from streamclr.stage_two import KINDS, Chosen, Unlabelled, choose_classifier, cross_validate, fit_linear
+from streamclr.stage_two import KINDS, Chosen, Unlabelled, choose_classifier
 
 N_AHEAD, N_ALIKE = 12, 11  # questions that a page gets in advance, and similar images for each
 
@@ -45,6 +47,10 @@ class Training:
     why: str  # this kind was chosen; empty if it was not tried against another
     accuracy: float | None = None  # on labels that were held back; None while there are too few
     interval: tuple[float, float] = (0.0, 1.0)  # of 95 %
+    is_calibrated: bool = False  # whether held-back labels were enough to tell how certain it may be
+    held_back: dict[str, int] = field(default_factory=dict)  # the classes of labelled questions, without their labels
+    settled: Settled | None = None  # whether more labels would help
+    least_similarity: float = USUAL_SIMILARITY  # of look-alikes
 
 
 class Labelled(NamedTuple):
@@ -66,13 +72,14 @@ class LabelSession:
         self.labels = Labels(directory.path / "labels.sqlite")
         self.message = ""  # what is under way, or why nothing can be asked
         self.questions: list[Question] = []
-        self.features = torch.empty(0, 0)  # n questions x d
+        self.features = self.directions = torch.empty(0, 0)  # n questions x d
         self._model: ContrastiveModel | None = None  # that the features are from
         self._companions: dict[str, Tensor] = {}  # features of a labelled question's companions, n x d, by its key
         self.trained: Training | None = None
         self.model_of = ""  # the state of the encoder that the features are from
         self.trained_on: tuple[int, dict[int, str]] | None = None  # the number of the last answer, and the class names
         self._explanation = self._note = ""  # the message while nothing is under way; the note is of the last training
+        self.people = People()
         self._lock = threading.Lock()  # a page reads while the worker writes
 
     def close(self) -> None:
@@ -110,6 +117,7 @@ class LabelSession:
         with self._lock:
             self.trained, self.trained_on = None, None  # first: who asks without the lock is told that it is behind
             self.questions, self.features, self.model_of = questions, features, model_of
+            self.directions = directions(features)
             self._model, self._companions = model, {}
             self.message = self._explanation = explanation
 
@@ -204,23 +212,40 @@ class LabelSession:
         weights = torch.ones(len(whose))
         weights[len(rows) :] = SPREAD_WEIGHT
         labelled = Labelled(torch.cat([self.features[rows], *companions]), targets[whose], weights, groups[whose])
-        chosen, probabilities = self._chosen(classifier, public, rows, labelled, len(classes))
-        trained = Training(classes, probabilities, len(rows), len(whose) - len(rows), chosen.kind, chosen.why)
+        if classifier == "linear":
+            chosen, trained = self._linear(rows, labelled, classes)
+        else:
+            chosen, trained = self._chosen(classifier, public, rows, labelled, classes)
         if chosen.n_held_back:
             trained.accuracy = chosen.accuracy
             trained.interval = wilson(chosen.right, chosen.n_held_back)
         self._save(trained, chosen, [names[number] for number in classes], is_asked=classifier != "linear")
         return trained
 
-    def _chosen(
-        self, classifier: str, public: ContrastiveModel | None, rows: list[int], labelled: Labelled, n_classes: int
-    ) -> tuple[Chosen, Tensor]:
-        """The classifier from these labels, and its probabilities for all questions."""
+    def _linear(self, rows: list[int], labelled: Labelled, classes: list[int]) -> tuple[Chosen, Training]:
+        """A linear classifier from these labels, and how far it can be trusted."""
         features, targets, weights, groups = labelled
-        if classifier == "linear":
-            found = cross_validate(features, targets, n_classes, weights, groups)
-            head = fit_linear(features, targets, n_classes, weights, decay=found.decay)
-            return Chosen("linear", head, "", right=found.right, n_held_back=found.n), head(self.features).softmax(1)
+        found = cross_validate(features, targets, len(classes), weights, groups)
+        head = fit_linear(features, targets, len(classes), weights, decay=found.decay).cooled(found.temperature)
+        probabilities = head(self.features).softmax(1)
+        others = sorted(set(range(len(self.questions))) - set(rows))
+        guesses = probabilities[others].argmax(1)
+        trained = Training(classes, probabilities, len(rows), len(targets) - len(rows), "linear", "")
+        trained.is_calibrated = found.temperature is not None
+        trained.held_back = {
+            self.questions[row].key: classes[guess]
+            for row, guess in zip(rows, found.guesses.tolist(), strict=False)  # neighbouring frames come behind
+            if guess >= 0
+        }
+        trained.settled = settled(*labelled, found.decay, self.features[others], guesses)
+        trained.least_similarity = least_similarity(self.directions[rows], targets[: len(rows)])
+        return Chosen("linear", head, "", right=found.right, n_held_back=found.n), trained
+
+    def _chosen(
+        self, classifier: str, public: ContrastiveModel | None, rows: list[int], labelled: Labelled, classes: list[int]
+    ) -> tuple[Chosen, Training]:
+        """The classifier that was asked for from these labels, or the best one."""
+        features, targets, weights, groups = labelled
         model, model_of = self.directory.newest_model()
         if model_of != self.model_of:
             raise UserError(f"the run has learned on meanwhile, to {model_of}: try again")
@@ -232,10 +257,19 @@ class LabelSession:
         kinds = tuple(KINDS) if classifier == "auto" else (classifier,)
         unlabelled = self._other_frames() if len(targets) > len(rows) else None
         chosen = choose_classifier(
-            model, shown, targets, n_classes, weights, groups, public, kinds, features, unlabelled
+            model, shown, targets, len(classes), weights, groups, public, kinds, features, unlabelled
         )
         own = self.features if chosen.model is None else self._features(chosen.model, images, "features")
-        return chosen, chosen.head(own).softmax(1)
+        n_spread = len(targets) - len(rows)
+        return chosen, Training(
+            classes,
+            chosen.head(own).softmax(1),
+            len(rows),
+            n_spread,
+            chosen.kind,
+            chosen.why,
+            is_calibrated=chosen.n_held_back >= MIN_LABELS_OF_TEMPERATURE,
+        )
 
     def _companions_of(self, keys: list[str]) -> list[Tensor]:
         """The features of the companions of questions, n x d each; those of an answered question are kept."""
@@ -288,33 +322,40 @@ class LabelSession:
         self.heads.save_labelled(*parts)
         if accuracy is not None:
             history = [point for point in self.history() if point[0] < n_labels]
-            self.labels.note("history", json.dumps([*history, [n_labels, accuracy]][-1000:]))
+            point = [n_labels, accuracy, *(round(bound, 4) for bound in trained.interval)]
+            self.labels.note("history", json.dumps([*history, point][-1000:]))
 
     def is_behind(self) -> bool:
         """Whether answers or class names have changed since the last training."""
         return bool(self.questions) and self.trained_on != (_last(self.labels.answers()), self.labels.classes())
 
     def history(self) -> list[list[float]]:
-        """Pairs of the number of labels and the accuracy."""
+        """The number of labels, the accuracy and its interval; points of 0.1.0 have no interval."""
         return json.loads(self.labels.fact("history") or "[]")
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a page shows."""
+    def state(self, page: str = "") -> dict[str, Any]:
+        """Everything that a page shows.
+
+        page: the name of the one that asks; several pages get different questions.
+        """
         with self._lock:
             questions, trained, answers = self.questions, self.trained, self.labels.answers()
             asked = {question.key for question in questions}
             kinds = Counter(answer.kind for key, answer in answers.items() if key in asked)
             counts = {"labelled": kinds["label"], "skipped": kinds["skip"], "unsure": kinds["unsure"]}
-            n_of = Counter(answer.class_id for answer in answers.values())
             to_ask = self._to_ask(answers)
             low, high = trained.interval if trained else (0.0, 1.0)
             is_known = self.trained_on is not None and self.trained_on[0] == _last(answers)
             unanswered = [row for row in to_ask if questions[row].key not in answers]
+            row_of = {questions[row].key: row for row in to_ask}
+            shared = [row_of[key] for key in self.people.share(page, list(row_of), N_AHEAD)]
+            enough = trained.settled if trained else None
             return {
                 "ready": bool(questions),
                 "message": self.message,
-                "classes": [{"id": n, "name": name, "n": n_of[n]} for n, name in self.labels.classes().items()],
+                "classes": self._classes(answers),
                 "progress": {"asked": len(questions), **counts, "left": len(to_ask)},
+                "people": len(self.people),
                 "saved": self.labels.n_answers(),
                 "accuracy": {
                     "value": trained.accuracy if trained else None,
@@ -324,9 +365,39 @@ class LabelSession:
                     "training": bool(questions) and not is_known,
                     "history": self.history(),
                 },
-                "last": self.labels.last(),
-                "next": self._tasks(to_ask[:N_AHEAD], unanswered),
+                "enough": {"same": enough.same, "n": enough.n} if enough and enough.is_enough else None,
+                "last": self.labels.last(page),
+                "next": self._tasks(shared, unanswered),
             }
+
+    def _classes(self, answers: dict[str, Answer]) -> list[dict[str, Any]]:
+        """The classes, with how many labels each has, and how many of those that were held back are right."""
+        n_of = Counter(answer.class_id for answer in answers.values())
+        held_back = self.trained.held_back if self.trained else {}
+        tested = [(answers[key].class_id, guess) for key, guess in held_back.items() if key in answers]
+        n_tested, right = Counter(own for own, _ in tested), Counter(own for own, guess in tested if own == guess)
+        return [
+            {"id": n, "name": name, "n": n_of[n], "tested": n_tested[n], "right": right[n]}
+            for n, name in self.labels.classes().items()
+        ]
+
+    def review(self) -> list[dict[str, Any]]:
+        """The answers that were given: first those that the classifier doubts, then the newest.
+
+        It doubts a label if it says another class when it has not learned from this label.
+        """
+        with self._lock:
+            answers, held_back = self.labels.answers(), self.trained.held_back if self.trained else {}
+            found = []
+            for question in self.questions:
+                answer = answers.get(question.key)
+                if answer is None or answer.kind == "skip":
+                    continue
+                guess = held_back.get(question.key, answer.class_id)
+                doubt = guess if answer.kind == "label" and guess != answer.class_id else None
+                one = {"id": question.key, "arrival": question.arrival, "kind": answer.kind, "class": answer.class_id}
+                found.append((doubt is None, -answer.number, one | {"doubt": doubt}))
+            return [one for *_, one in sorted(found, key=lambda entry: entry[:2])]
 
     def _to_ask(self, answers: dict[str, Answer]) -> list[int]:
         """The rows that are not answered, in the order of questions; then those that were skipped."""
@@ -336,26 +407,30 @@ class LabelSession:
         return unanswered + sorted(skipped, key=lambda row: answers[keys[row]].number)
 
     def _tasks(self, rows: list[int], unanswered: list[int]) -> list[dict[str, Any]]:
-        """Each with the unanswered images that are most similar to it."""
-        directions = F.normalize(self.features, dim=1)
-        similarity = directions[unanswered] @ directions[rows].T  # len(unanswered) x len(rows)
-        nearest = similarity.topk(min(N_ALIKE + 1, len(unanswered)), dim=0).indices.T.tolist()
+        """Each with the unanswered images that are so similar to it that they should be of its class."""
+        least = self.trained.least_similarity if self.trained else USUAL_SIMILARITY
+        similarity = self.directions[rows] @ self.directions[unanswered].T  # len(rows) x len(unanswered)
         tasks = []
-        for row, places in zip(rows, nearest, strict=True):
-            alike = [unanswered[place] for place in places if unanswered[place] != row][:N_ALIKE]
-            more = {"arrival": self.questions[row].arrival, "alike": [self._picture(other) for other in alike]}
-            tasks.append(self._picture(row) | more)
+        for row, own in zip(rows, similarity, strict=True):
+            nearest = [unanswered[place] for place in own.argsort(descending=True)[: (own >= least).sum()].tolist()]
+            alike = [other for other in nearest if other != row and self._guessed(other) == self._guessed(row)]
+            shown = [self._picture(other) for other in alike[:N_ALIKE]]
+            tasks.append(self._picture(row) | {"arrival": self.questions[row].arrival, "alike": shown})
         return tasks
 
     def _picture(self, row: int) -> dict[str, Any]:
         return {"id": self.questions[row].key, "guess": self.guess(row)}
 
+    def _guessed(self, row: int) -> int | None:
+        return None if self.trained is None else self.trained.classes[int(self.trained.probabilities[row].argmax())]
+
     def guess(self, row: int) -> dict[str, Any] | None:
-        """The class that the head predicts, by its number."""
-        if self.trained is None:
+        """The class that the head predicts, by its number, and its probability, if enough labels tell that."""
+        if (best := self._guessed(row)) is None:
             return None
-        probability, best = self.trained.probabilities[row].max(0)
-        return {"class": self.trained.classes[int(best)], "probability": round(float(probability), 4)}
+        assert self.trained is not None
+        probability = round(float(self.trained.probabilities[row].max()), 4)
+        return {"class": best, "probability": probability if self.trained.is_calibrated else None}
 
 
 def _last(answers: dict[str, Answer]) -> int:

@@ -53,6 +53,7 @@ CREATE VIEW IF NOT EXISTS current AS
 """
 KINDS = ("label", "skip", "unsure")
 MAX_NAME_LENGTH = 100  # characters of a class name
+NONE_OF_THESE = "none of these"  # the class of pictures that show nothing of the others
 
 
 class Question(NamedTuple):
@@ -190,6 +191,12 @@ class Labels:
                 _note(db, request, "class", number)
         return number
 
+    def class_named(self, name: str) -> int:
+        """The number of a class, which is added if there is none of this name."""
+        with self._change() as db:
+            known = db.execute("SELECT id FROM classes WHERE name = ?", [name]).fetchone()
+            return known[0] if known else _add_class(db, checked_name(name))
+
     def rename_class(self, number: int, name: str) -> None:
         name = checked_name(name)
         with self._change() as db:
@@ -224,11 +231,14 @@ class Labels:
         with self._change() as db:
             _answer(db, request, kind, keys, class_id)
 
-    def last(self) -> dict[str, Any] | None:
-        """The answer that `undo` would undo."""
+    def last(self, page: str = "") -> dict[str, Any] | None:
+        """The answer that `undo` would undo. page: the beginning of the names of its requests; all if empty."""
         rows = self._read(
             "SELECT kind, class, (SELECT count(*) FROM answers WHERE request = number) FROM requests "
-            "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone ORDER BY number DESC LIMIT 1"
+            "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone AND substr(request, 1, length(?)) = ? "
+            "ORDER BY number DESC LIMIT 1",
+            page,
+            page,
         )
         return dict(zip(("kind", "class", "n"), rows[0], strict=True)) if rows else None
 
@@ -236,15 +246,16 @@ class Labels:
         """Seconds since the last request."""
         return time.time() - (self._value("SELECT max(time) FROM requests") or 0.0)
 
-    def undo(self, request: str, of: str | None = None) -> None:
-        """Undo the answer of a request, or the last answer that is not undone yet."""
+    def undo(self, request: str, of: str | None = None, page: str = "") -> None:
+        """Undo the answer of a request, or the last answer that is not undone yet, of one page or of all."""
         with self._change() as db:
             if _repeated(db, request, "undo"):
                 return
             undone = db.execute(
                 "UPDATE requests SET undone = 1 WHERE number = (SELECT max(number) FROM requests "
-                "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone AND request = coalesce(?, request))",
-                [of],
+                "WHERE kind IN ('label', 'skip', 'unsure') AND NOT undone AND request = coalesce(?, request) "
+                "AND substr(request, 1, length(?)) = ?)",
+                [of, page, page],
             )
             if not undone.rowcount:
                 raise Conflict("there is no answer to undo")

@@ -23,10 +23,10 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import key_of
 from streamclr.labelling.session import pixels
 from streamclr.labelling.store import Labels
+from streamclr.linear import fit_linear
 from streamclr.models.versions import Score, Version, Versions
 from streamclr.records.plan import RunPlan
 from streamclr.scenes import SPREAD_WEIGHT
-from streamclr.stage_two import fit_linear
 from streamclr.streams.datasets.images import Images, readable
 from streamclr.streams.stream import Stream
 

@@ -9,14 +9,14 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from streamclr.base.errors import UserError
-from streamclr.labelling.store import MAX_NAME_LENGTH, Conflict, Missing
+from streamclr.labelling.store import MAX_NAME_LENGTH, NONE_OF_THESE, Conflict, Missing
 from streamclr.labelling.worker import Worker
 from streamclr.runs.status import look
 from streamclr.web.site import MAX_CLIENTS, Site
@@ -28,6 +28,7 @@ CACHE_FOR_A_DAY = {"cache-control": "private, max-age=86400, immutable"}  # the 
 Run = Annotated[str, InPath(pattern="^[0-9a-f]{16}$", description="id of a run, from /api/runs")]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Token = Annotated[str, Field(pattern="^[0-9A-Za-z-]{8,64}$", description="chosen by the client; repeats are ignored")]
+Page = Annotated[str, Query(pattern="^[0-9A-Za-z]{0,16}$", description="a page: the requests of one begin with it")]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
@@ -37,7 +38,7 @@ class Sent(BaseModel):
 
 class AnswerSent(Sent):
     request: Token
-    kind: Literal["label", "skip", "unsure"]
+    kind: Literal["label", "none", "skip", "unsure"]  # none: a label, the class "none of these"
     tasks: Annotated[list[Key], Field(min_length=1, max_length=64)]
     class_: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, alias="class")
 
@@ -154,14 +155,23 @@ def make_app(site: Site) -> FastAPI:
         return site.worker(run)
 
     @app.get("/api/runs/{run}/labels")
-    def labels(run: Run) -> dict[str, Any]:
-        """The next questions, the classes, the progress and the accuracy of the classifier."""
-        content = worker(run).session.state()
+    def labels(run: Run, page: Page = "") -> dict[str, Any]:
+        """The next questions, the classes, the progress and the accuracy of the classifier.
+
+        Several pages get different questions, and undo their own answers, if each gives a name of its own.
+        """
+        content = worker(run).session.state(page)
         content["message"] = shown(content["message"])
         for task in content["next"]:
             for picture in (task, *task["alike"]):
                 picture["picture"] = f"/api/runs/{run}/pictures/{picture['id']}"
         return content
+
+    @app.get("/api/runs/{run}/answers")
+    def answers(run: Run) -> dict[str, Any]:
+        """The answers that were given, those that the classifier doubts first."""
+        found = worker(run).session.review()
+        return {"answers": [one | {"picture": f"/api/runs/{run}/pictures/{one['id']}"} for one in found]}
 
     @app.get("/api/runs/{run}/pictures/{key}", response_class=Response)
     def picture(run: Run, key: Key) -> Response:
@@ -174,30 +184,35 @@ def make_app(site: Site) -> FastAPI:
         raise HTTPException(404, "no such picture")
 
     @app.post("/api/runs/{run}/labels")
-    def answer(run: Run, sent: AnswerSent) -> dict[str, Any]:
-        """Answer for one or several pictures. It is on disk when this returns."""
+    def answer(run: Run, sent: AnswerSent, page: Page = "") -> dict[str, Any]:
+        """Answer for one or several pictures, or correct an answer. It is on disk when this returns."""
         one = worker(run)
-        one.session.labels.answer(sent.request, sent.kind, sent.tasks, sent.class_)
+        kind, class_ = sent.kind, sent.class_
+        if kind == "none" and class_ is None:
+            kind, class_ = "label", one.session.labels.class_named(NONE_OF_THESE)
+        one.session.labels.answer(sent.request, kind, sent.tasks, class_)
         one.wake()
-        return labels(run)
+        return labels(run, page)
 
     @app.post("/api/runs/{run}/labels/undo")
-    def undo(run: Run, sent: UndoSent) -> dict[str, Any]:
-        """Undo the answer of the request `of`, or the last answer."""
+    def undo(run: Run, sent: UndoSent, page: Page = "") -> dict[str, Any]:
+        """Undo the answer of the request `of`, or the last answer, of this page if it has a name."""
         one = worker(run)
-        one.session.labels.undo(sent.request, sent.of)
+        one.session.labels.undo(sent.request, sent.of, page)
         one.wake()
-        return labels(run)
+        return labels(run, page)
 
     @app.post("/api/runs/{run}/classes")
-    def add_class(run: Run, sent: ClassSent) -> dict[str, Any]:
+    def add_class(run: Run, sent: ClassSent, page: Page = "") -> dict[str, Any]:
         worker(run).session.labels.add_class(sent.name, sent.request)
-        return labels(run)
+        return labels(run, page)
 
     @app.put("/api/runs/{run}/classes/{number}")
-    def rename_class(run: Run, number: Annotated[int, InPath(ge=1, lt=2**31)], sent: NameSent) -> dict[str, Any]:
+    def rename_class(
+        run: Run, number: Annotated[int, InPath(ge=1, lt=2**31)], sent: NameSent, page: Page = ""
+    ) -> dict[str, Any]:
         worker(run).session.labels.rename_class(number, sent.name)
-        return labels(run)
+        return labels(run, page)
 
     @app.exception_handler(UserError)
     async def refuse(_: Request, error: UserError) -> JSONResponse:

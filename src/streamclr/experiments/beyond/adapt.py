@@ -16,6 +16,7 @@ from streamclr.base.table import Table
 from streamclr.classifier import Accuracy, Head, draw_labelled
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.findings import Findings, Series, first_reached, lines, margins, reached, shares_of_gap
+from streamclr.linear import fit_linear
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
@@ -23,7 +24,7 @@ from streamclr.runs.assemble import initial_model
 from streamclr.runs.evaluation import Extracted, extract, head_accuracy, labelled, train_supervised
 from streamclr.scenes import REACH, SPREAD_WEIGHT, find_scenes_in
 from streamclr.scenes import spread as spread_rows
-from streamclr.stage_two import Unlabelled, fine_tune, fit_linear, self_train
+from streamclr.stage_two import Unlabelled, fine_tune, self_train
 from streamclr.streams.datasets.images import Images
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab, run_job

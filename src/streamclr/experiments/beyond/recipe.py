@@ -17,11 +17,11 @@ from streamclr.classifier import draw_labelled
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.experiments.beyond.adapt import DECAY_OF_ALL, measure_labels_alone
 from streamclr.experiments.findings import Findings, Points, lines, margins
+from streamclr.linear import fit_linear
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.options import RunOptions
 from streamclr.runs.evaluation import extract, head_accuracy, labelled
 from streamclr.runs.prepare import prepare
-from streamclr.stage_two import fit_linear
 from streamclr.streams.datasets.images import ArrayImages, Images
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab
