@@ -77,7 +77,7 @@ export class LineChart {
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
 
-  // series: [{name, colour: class, x: [], y: []}]; x: {format, units, tell: text of an x in the tip}
+  // series: [{name, colour: class, x: [], y: [], low: [], high: []}], the last two for a band, if it has one; x: {format, units, tell: text of an x in the tip}
   update(series, x) {
     this.series = series
       .map((one) => ({ ...one, known: one.y.flatMap((y, i) => (isKnown(y) && isKnown(one.x[i]) ? [i] : [])) }))
@@ -114,12 +114,12 @@ export class LineChart {
 
   scale(width) {
     let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
-    for (const { x, y, known } of this.series) {
+    for (const { x, y, low, high, known } of this.series) {
       x0 = Math.min(x0, x[known[0]]);
       x1 = Math.max(x1, x[known.at(-1)]);
       for (const i of known) {
-        y0 = Math.min(y0, y[i]);
-        y1 = Math.max(y1, y[i]);
+        y0 = Math.min(y0, low?.[i] ?? y[i]);
+        y1 = Math.max(y1, high?.[i] ?? y[i]);
       }
     }
     const around = x0 === x1 ? Math.abs(x0) / 2 || 1 : 0; // a single point is centred
@@ -150,8 +150,9 @@ export class LineChart {
     this.svg.append(group);
   }
 
-  line({ x, y, known, colour }, width) {
+  line({ x, y, low, high, known, colour }, width) {
     const group = svg("g", { class: `series ${colour}` });
+    if (low) group.append(this.band(x, low, high, known.filter((i) => isKnown(low[i]) && isKnown(high[i]))));
     const pieces = [];
     for (let k = 0; k < known.length; k++) {
       const joined = k > 0 && (this.sparse || known[k] === known[k - 1] + 1);
@@ -168,6 +169,12 @@ export class LineChart {
     }
     group.prepend(svg("path", { d: path }));
     this.svg.append(group);
+  }
+
+  band(x, low, high, known) {
+    const there = known.map((i) => `${this.toX(x[i]).toFixed(1)} ${this.toY(high[i]).toFixed(1)}`);
+    const back = known.map((i) => `${this.toX(x[i]).toFixed(1)} ${this.toY(low[i]).toFixed(1)}`).reverse();
+    return svg("polygon", { class: "band", points: [...there, ...back].join(" ") });
   }
 
   point(event) {

@@ -179,10 +179,10 @@ export class Pictures {
 // Answers that the server has not saved yet: sent in order, one at a time, each until it is acknowledged. They wait
 // in localStorage, each under its own key, so that two tabs do not overwrite each other's.
 export class Outbox {
-  // base: path of the run. changed(): an entry was added, removed or failed. taken(state, entry): acknowledged.
+  // base: path of the run. query: of each request. changed(): an entry was added, removed or failed. taken(state, entry): acknowledged.
   // refused(problem, entry): rejected for good.
-  constructor(base, { changed, taken, refused }) {
-    Object.assign(this, { base, changed, taken, refused, trouble: null, n: 0, version: 0, isBusy: false });
+  constructor(base, query, { changed, taken, refused }) {
+    Object.assign(this, { base, query, changed, taken, refused, trouble: null, n: 0, version: 0, isBusy: false });
     this.prefix = `answer.${base}/`;
     this.entries = rememberedKeys(this.prefix)
       .map((key) => ({ ...recall(key), key }))
@@ -209,7 +209,7 @@ export class Outbox {
     this.isBusy = true;
     for (let wait = 1; !this.isEmpty; this.changed()) {
       const [entry] = this.entries;
-      const [state, problem] = await request(this.base + entry.path, entry).then((one) => [one], (why) => [null, why]);
+      const [state, problem] = await request(this.base + entry.path + this.query, entry).then((one) => [one], (why) => [null, why]);
       this.trouble = problem?.again ? problem : null;
       if (this.trouble) {
         this.changed();

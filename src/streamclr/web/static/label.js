@@ -6,6 +6,11 @@ import { LineChart } from "./chart.js";
 const RUN = decodeURIComponent(location.pathname.split("/").filter(Boolean).at(-1));
 const BASE = `/api/runs/${encodeURIComponent(RUN)}`;
 
+// The name of this page: its requests begin with it, so that several people get different pictures and undo their own
+// answers. A reload keeps it.
+const PAGE = (sessionStorage.page ??= uuid().replaceAll("-", "").slice(0, 12));
+const token = () => `${PAGE}-${uuid()}`;
+
 let state = null; // as last sent by the server
 let current = null; // the task shown; only the user changes it, or a key press could hit another picture
 let alike = []; // its look-alikes
@@ -23,7 +28,7 @@ const nameOf = (id) => state?.classes.find((one) => one.id === id)?.name ?? `cla
 
 // ---- answers
 
-const outbox = new Outbox(BASE, {
+const outbox = new Outbox(BASE, `?page=${PAGE}`, {
   changed: drawSaved,
   taken(next, { path, body }) {
     if (path === "/labels/undo" && body.request === undoing) current = null;
@@ -44,8 +49,8 @@ function answer(kind, id = null) {
   const tasks = [current.id];
   if (kind === "label") tasks.push(...alike.map((one) => one.id).filter((one) => chosen.has(one)));
   const more = tasks.length > 1 ? ` and ${tasks.length - 1} look-alike${tasks.length > 2 ? "s" : ""}` : "";
-  say(kind === "label" ? `${nameOf(id)}: this picture${more}` : kind === "skip" ? "skipped" : "not sure");
-  const { body } = outbox.add("POST", "/labels", { request: uuid(), kind, tasks, class: id });
+  say({ label: `${nameOf(id)}: this picture${more}`, none: "none of these", skip: "skipped", unsure: "not sure" }[kind]);
+  const { body } = outbox.add("POST", "/labels", { request: token(), kind, tasks, class: id });
   done.push({ ...current, request: body.request });
   show(upcoming()[0] ?? null);
 }
@@ -55,7 +60,7 @@ function undo() {
   if (!hasAnswer && !state?.last) return say("nothing to undo");
   say("last answer undone");
   const task = done.pop(); // `of` names it: somebody else may have answered since
-  const { body } = outbox.add("POST", "/labels/undo", { request: uuid(), of: task?.request ?? null });
+  const { body } = outbox.add("POST", "/labels/undo", { request: token(), of: task?.request ?? null });
   if (task) show(task);
   else undoing = body.request;
 }
@@ -79,6 +84,7 @@ function take(next) {
   drawClasses();
   drawStanding();
   drawSaved();
+  if (!$("#review").hidden) readGiven();
   if (state.ready && !state.classes.length && outbox.isEmpty && !isOffered) {
     isOffered = true;
     open("add");
@@ -88,7 +94,7 @@ function take(next) {
 async function read() {
   const { version } = outbox;
   try {
-    const next = await request(`${BASE}/labels`);
+    const next = await request(`${BASE}/labels?page=${PAGE}`);
     if (outbox.version === version) take(next); // else an answer sent meanwhile brings a newer state
   } catch (problem) {
     trouble = problem.again && problem.status !== 401 ? "connection lost, trying again" : problem.message;
@@ -130,11 +136,14 @@ function drawPicture() {
   $("#stage").hidden = !current;
 }
 
-const guessText = (guess) => (guess ? `${nameOf(guess.class)}, ${percent(guess.probability)}` : "");
+// A probability is sent once enough labels were held back to tell how certain a guess may be.
+const guessText = (guess) =>
+  !guess ? "" : nameOf(guess.class) + (guess.probability === null ? "" : `, ${percent(guess.probability)}`);
 
 function drawGuess() {
   const guess = current?.guess;
-  setText($("#guess"), !current ? "" : guess ? `guess: ${guessText(guess)}` : "no guess yet");
+  const own = current?.given; // a picture that is reviewed
+  setText($("#guess"), !current ? "" : own ? `labelled: ${own}` : guess ? `guess: ${guessText(guess)}` : "no guess yet");
   for (const button of $("#classes").children) {
     button.classList.toggle("guessed", button.dataset.class === String(guess?.class));
   }
@@ -216,10 +225,15 @@ function drawClasses() {
       const key = i < 10 ? String((i + 1) % 10) : null;
       return el("button", { type: "button", "data-class": id, "aria-keyshortcuts": key, onclick: () => pick(id) },
         el("kbd", { class: key ? null : "none" }, key ?? ""),
-        el("span", { class: "name" }, name), el("span", { class: "n" }));
+        el("span", { class: "name" }, name), el("span", { class: "right" }), el("span", { class: "n" }));
     }));
   }
-  for (const [i, { n }] of state.classes.entries()) setText($(".n", $("#classes").children[i]), count(n));
+  for (const [i, { n, tested, right }] of state.classes.entries()) {
+    const button = $("#classes").children[i];
+    setText($(".n", button), count(n));
+    setText($(".right", button), tested ? percent(right / tested) : "");
+    button.title = tested ? `${count(right)} of ${count(tested)} held-back labels of this class are right` : "";
+  }
   drawGuess();
 }
 
@@ -279,7 +293,7 @@ $("#find-class").addEventListener("keydown", (event) => {
 
 const SUBMIT = {
   find: () => found[at] && pick(found[at].id),
-  add: (name) => name && (outbox.add("POST", "/classes", { request: uuid(), name }), close()),
+  add: (name) => name && (outbox.add("POST", "/classes", { request: token(), name }), close()),
   rename: (name) => name && (outbox.add("PUT", `/classes/${$("#rename").dataset.of}`, { name }), close()),
 };
 for (const [name, submit] of Object.entries(SUBMIT)) {
@@ -289,6 +303,48 @@ for (const [name, submit] of Object.entries(SUBMIT)) {
   });
 }
 
+// ---- review of given labels
+
+let given = []; // as last sent by the server
+
+async function readGiven() {
+  const seen = `${state.saved} ${state.accuracy.training}`; // the classifier doubts others after each training
+  if (seen === readGiven.seen) return;
+  readGiven.seen = seen;
+  try {
+    given = (await request(`${BASE}/answers`)).answers;
+  } catch (problem) {
+    readGiven.seen = null;
+    return say(`the labels cannot be shown: ${problem.message}`);
+  }
+  drawGiven();
+}
+
+const givenText = (one) => (one.kind === "label" ? nameOf(one.class) : "not sure");
+
+function drawGiven() {
+  const wanted = $("#review-class").value;
+  const names = ["all", ...new Set(given.map(givenText))];
+  $("#review-class").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  $("#review-class").value = names.includes(wanted) ? wanted : "all";
+  const shown = given.filter((one) => $("#review-class").value === "all" || givenText(one) === $("#review-class").value);
+  $("#given").replaceChildren(...shown.map((one) => {
+    const doubt = one.doubt === null ? "" : ` · ${nameOf(one.doubt)}?`;
+    const name = `labelled ${givenText(one)}${doubt && `, the classifier says ${nameOf(one.doubt)}`}`;
+    return el("button", { type: "button", "data-task": one.id, class: doubt && "doubt", "aria-label": name,
+      onclick: () => correct(one) }, picture(one.picture), el("span", {}, givenText(one) + doubt));
+  }));
+  if (!shown.length) $("#given").append(el("p", { class: "note" }, "no label yet"));
+}
+
+function correct(one) {
+  show({ ...one, alike: [], guess: null, given: givenText(one) });
+  say("press the key of the right class");
+  $("#picture").scrollIntoView({ block: "nearest" });
+}
+
+$("#review-class").addEventListener("change", drawGiven);
+
 // ---- progress and accuracy
 
 const CURVE = { title: "accuracy over labels", format: percent, most: 1, sparse: true, height: 130 };
@@ -296,18 +352,20 @@ const curve = new LineChart($("#curve"), CURVE);
 const LABELS = { format: count, tell: (n) => `${count(n)} labels` };
 
 function drawStanding() {
-  const { progress, accuracy, last } = state;
+  const { progress, accuracy, enough, people, last } = state;
   const { asked, labelled, skipped, unsure, left } = progress;
   setText($("#progress"), `${count(labelled)} of ${count(asked)} labelled, ${count(skipped)} skipped, `
-    + `${count(unsure)} not sure, ${count(left)} left`);
+    + `${count(unsure)} not sure, ${count(left)} left${people > 1 ? ` · ${count(people)} people label now` : ""}`);
   $("#done").style.width = `${asked ? Math.min(100, (100 * labelled) / asked) : 0}%`;
   const { value, low, high, n, training, history } = accuracy;
   const measured = value === null ? "not known yet: label a few of each class"
     : `${percent(value)} (${percent(low).replace(" %", "")} to ${percent(high)}), from ${count(n)} labels`;
   setText($("#accuracy"), measured + (training ? " · training…" : ""));
   $("#curve").hidden = !history.length;
-  const [x, y] = [0, 1].map((i) => history.map((one) => one[i]));
-  curve.update([{ name: "accuracy", colour: "colour-0", x, y }], LABELS);
+  const [x, y, lowest, highest] = [0, 1, 2, 3].map((i) => history.map((one) => one[i]));
+  curve.update([{ name: "accuracy", colour: "colour-0", x, y, low: lowest, high: highest }], LABELS);
+  setText($("#enough"), !enough ? "" : "You can stop now. With half of these labels the classifier says the same of "
+    + `${count(enough.same)} of ${count(enough.n)} other pictures, so more labels would change little.`);
   const what = !last ? "" : last.kind === "label" ? nameOf(last.class) : last.kind === "skip" ? "skip" : "not sure";
   setText($("#last"), last ? `last answer: ${what}${last.n > 1 ? `, ${count(last.n)} pictures` : ""}` : "");
   drawMessage();
@@ -332,6 +390,7 @@ function drawSaved() {
 const ACTIONS = {
   skip: () => answer("skip"),
   unsure: () => answer("unsure"),
+  none: () => answer("none"),
   undo,
   group: toggleAll,
   add: () => open("add"),
@@ -347,9 +406,19 @@ const ACTIONS = {
     $("#help").hidden = !$("#help").hidden;
     $("[aria-controls=help]").setAttribute("aria-expanded", String(!$("#help").hidden));
   },
+  review() {
+    $("#review").hidden = !$("#review").hidden;
+    $("[aria-controls=review]").setAttribute("aria-expanded", String(!$("#review").hidden));
+    if ($("#review").hidden) {
+      if (current?.given) show(upcoming()[0] ?? null);
+      return;
+    }
+    readGiven();
+    $("#review").scrollIntoView({ block: "nearest" });
+  },
   close,
 };
-const KEYS = { s: "skip", n: "unsure", u: "undo", backspace: "undo", g: "group", a: "add", "/": "find", r: "rename" };
+const KEYS = { s: "skip", n: "unsure", x: "none", v: "review", u: "undo", backspace: "undo", g: "group", a: "add", "/": "find", r: "rename" };
 Object.assign(KEYS, { h: "help", "?": "help" });
 
 document.addEventListener("click", (event) => {
