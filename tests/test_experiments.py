@@ -84,7 +84,7 @@ QUICK = ["--images", "300", "--seeds", "1"]
 
 TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy", "recipe"), pytest.mark.system)  # tens of runs
 TIER |= dict.fromkeys(
-    ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt"), pytest.mark.long
+    ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt", "trust"), pytest.mark.long
 )  # of the same kind, or minutes
 
 

@@ -24,7 +24,7 @@ from streamclr.labelling.order import asking_order, directions
 from streamclr.labelling.people import People
 from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.labelling.store import Answer, Labels, Question
-from streamclr.labelling.trust import USUAL_SIMILARITY, Settled, least_similarity, settled
+from streamclr.labelling.trust import USUAL_SIMILARITY, Settled, least_similarity, look_alikes, settled
 from streamclr.linear import MIN_LABELS_OF_TEMPERATURE, cross_validate, fit_linear
 from streamclr.models.heads import PUBLIC, Heads
 from streamclr.records.directory import FINISHED, RunDirectory
@@ -51,6 +51,11 @@ class Training:
     held_back: dict[str, int] = field(default_factory=dict)  # the classes of labelled questions, without their labels
     settled: Settled | None = None  # whether more labels would help
     least_similarity: float = USUAL_SIMILARITY  # of look-alikes
+
+    @property
+    def guesses(self) -> Tensor:
+        """The place in `classes` of the class of each question."""
+        return self.probabilities.argmax(1)
 
 
 class Labelled(NamedTuple):
@@ -229,7 +234,6 @@ class LabelSession:
         head = fit_linear(features, targets, len(classes), weights, decay=found.decay).cooled(found.temperature)
         probabilities = head(self.features).softmax(1)
         others = sorted(set(range(len(self.questions))) - set(rows))
-        guesses = probabilities[others].argmax(1)
         trained = Training(classes, probabilities, len(rows), len(targets) - len(rows), "linear", "")
         trained.is_calibrated = found.temperature is not None
         trained.held_back = {
@@ -237,7 +241,7 @@ class LabelSession:
             for row, guess in zip(rows, found.guesses.tolist(), strict=False)  # neighbouring frames come behind
             if guess >= 0
         }
-        trained.settled = settled(*labelled, found.decay, self.features[others], guesses)
+        trained.settled = settled(*labelled, found.decay, self.features[others], trained.guesses[others])
         trained.least_similarity = least_similarity(self.directions[rows], targets[: len(rows)])
         return Chosen("linear", head, "", right=found.right, n_held_back=found.n), trained
 
@@ -408,29 +412,25 @@ class LabelSession:
 
     def _tasks(self, rows: list[int], unanswered: list[int]) -> list[dict[str, Any]]:
         """Each with the unanswered images that are so similar to it that they should be of its class."""
-        least = self.trained.least_similarity if self.trained else USUAL_SIMILARITY
-        similarity = self.directions[rows] @ self.directions[unanswered].T  # len(rows) x len(unanswered)
+        trained = self.trained
+        guesses, least = (trained.guesses, trained.least_similarity) if trained else (None, USUAL_SIMILARITY)
         tasks = []
-        for row, own in zip(rows, similarity, strict=True):
-            nearest = [unanswered[place] for place in own.argsort(descending=True)[: (own >= least).sum()].tolist()]
-            alike = [other for other in nearest if other != row and self._guessed(other) == self._guessed(row)]
-            shown = [self._picture(other) for other in alike[:N_ALIKE]]
-            tasks.append(self._picture(row) | {"arrival": self.questions[row].arrival, "alike": shown})
+        for row in rows:
+            alike = look_alikes(row, unanswered, self.directions, guesses, least)[:N_ALIKE]
+            more = {"arrival": self.questions[row].arrival, "alike": [self._picture(other) for other in alike]}
+            tasks.append(self._picture(row) | more)
         return tasks
 
     def _picture(self, row: int) -> dict[str, Any]:
         return {"id": self.questions[row].key, "guess": self.guess(row)}
 
-    def _guessed(self, row: int) -> int | None:
-        return None if self.trained is None else self.trained.classes[int(self.trained.probabilities[row].argmax())]
-
     def guess(self, row: int) -> dict[str, Any] | None:
         """The class that the head predicts, by its number, and its probability, if enough labels tell that."""
-        if (best := self._guessed(row)) is None:
+        if self.trained is None:
             return None
-        assert self.trained is not None
-        probability = round(float(self.trained.probabilities[row].max()), 4)
-        return {"class": best, "probability": probability if self.trained.is_calibrated else None}
+        best = int(self.trained.guesses[row])
+        probability = round(float(self.trained.probabilities[row, best]), 4)
+        return {"class": self.trained.classes[best], "probability": probability if self.trained.is_calibrated else None}
 
 
 def _last(answers: dict[str, Answer]) -> int:

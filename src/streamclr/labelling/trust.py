@@ -1,5 +1,6 @@
 """How far a page can be trusted: which pictures it may offer as look-alikes, and when more labels no longer help."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,17 @@ def least_similarity(directions: Tensor, labels: Tensor) -> float:
             return one + 0.02 if one >= USUAL_SIMILARITY else least
         least = min(least, one)
     return least
+
+
+def look_alikes(row: int, others: Sequence[int], directions: Tensor, guesses: Tensor | None, least: float) -> list[int]:
+    """Those of the others that should be of one class with the picture of this row, the most similar first.
+
+    guesses: the class of each row by the classifier, if there is one; look-alikes have the same.
+    """
+    similarity = directions[others] @ directions[row]
+    nearest = similarity.argsort(descending=True)[: int((similarity >= least).sum())]
+    found = [others[place] for place in nearest.tolist() if others[place] != row]
+    return found if guesses is None else [other for other in found if guesses[other] == guesses[row]]
 
 
 class Settled(NamedTuple):

@@ -52,6 +52,11 @@ POLICIES = {
     "min-red": "MinRed",
     "k-center": "K-Center",
 }
+# A run that adapts a public encoder.
+SETTINGS: dict[str, Any] = {"recipe": "device", "encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None}
+SETTINGS |= {"lr": None, "stc": None, "probes": 0, "fractions": "0.01", "classifier": "linear", "spread": "off"}
+SETTINGS["fresh"] = 0.0
+DATASETS: dict[str, dict[str, Any]] = {"GTSRB": {"source": "gtsrb"}, "CIFAR-10": {"source": "cifar10", "stc": 500}}
 # What is measured of a row, and the heading of its column.
 COLUMNS = {
     "cpu_seconds": "CPU s",
@@ -69,7 +74,7 @@ MEASURED = ("cpu_seconds", "linear", "tuned", "taught")  # beginnings of these n
 
 def experiment(lab: Lab) -> Findings:
     jobs: dict[str, list[Job]] = {}
-    for dataset, settings in (("GTSRB", {"source": "gtsrb"}), ("CIFAR-10", {"source": "cifar10", "stc": 500})):
+    for dataset, settings in DATASETS.items():
         if lab.at_hand(dataset, **settings):
             jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
     results = lab.do(jobs)
@@ -97,9 +102,7 @@ def experiment(lab: Lab) -> Findings:
 
 def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
     short, long = SHORT[dataset], LONG[dataset]
-    public = {"recipe": "device", "encoder": "mobilenet_v2", "size": 64, "width": None, "stem": None, "lr": None}
-    public |= {"stc": None, "probes": 0, "fractions": "0.01", "classifier": "linear", "spread": "off", "fresh": 0.0}
-    public |= settings
+    public = SETTINGS | settings
 
     def adapted(images: int = short, what: dict[str, bool] | None = None, **own: Any) -> list[Job]:
         runs = lab.runs(**public | {"images": images} | own)

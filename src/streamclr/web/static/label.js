@@ -225,13 +225,13 @@ function drawClasses() {
       const key = i < 10 ? String((i + 1) % 10) : null;
       return el("button", { type: "button", "data-class": id, "aria-keyshortcuts": key, onclick: () => pick(id) },
         el("kbd", { class: key ? null : "none" }, key ?? ""),
-        el("span", { class: "name" }, name), el("span", { class: "right" }), el("span", { class: "n" }));
+        el("span", { class: "name" }, name, el("small", { class: "right" })), el("span", { class: "n" }));
     }));
   }
   for (const [i, { n, tested, right }] of state.classes.entries()) {
     const button = $("#classes").children[i];
     setText($(".n", button), count(n));
-    setText($(".right", button), tested ? percent(right / tested) : "");
+    setText($(".right", button), tested ? `${percent(right / tested)} right` : "");
     button.title = tested ? `${count(right)} of ${count(tested)} held-back labels of this class are right` : "";
   }
   drawGuess();
