@@ -147,7 +147,7 @@ def test_a_wheel_outside_a_clone_goes_from_a_clip_to_predictions(tmp_path):
     imported = call(python, "-c", "import streamclr; print(streamclr.__file__)", cwd=place)
     assert Path(imported.strip()).is_relative_to(site)
     hint = "from streamclr.base.extras import how_to_install; print(how_to_install('serve'))"
-    assert call(python, "-c", hint, cwd=place) == "pip install fastapi uvicorn\n"  # there are no constraints here
+    assert call(python, "-c", hint, cwd=place) == "pip install fastapi segno uvicorn\n"  # there are no constraints here
 
     write_two_scenes(place / "clip.mp4")
     said = call(streamclr, "run", "clip.mp4", "--init", "random", "--out", "run", cwd=place)

@@ -186,7 +186,7 @@ def test_regions_of_a_camera_over_one_connection(camera):
     source = camera(fps=100, last=60)
     regions = "a:0,0,100%,100%;b:0,0,64,64"
     stream, arrived = open_stream(f"{source.url}#regions={regions}"), []
-    segments = list(stream.segments(40, until=120, arrived=lambda images, name: arrived.append((name, len(images)))))
+    segments = list(stream.segments(40, until=120, arrived=lambda images, name, _: arrived.append((name, len(images)))))
     found = [[number for images in segments for number in numbers(images)[start : start + 20]] for start in (0, 20)]
     assert found == [list(range(60)), list(range(60))]
     assert [sum(n for name, n in arrived if name == f"{source.url}#{region}") for region in "ab"] == [60, 60]

@@ -520,7 +520,7 @@ def test_chains_of_kills_on_a_recording(tmp_path, n_runs, n_kills):
         "--batch",
         "4",
     ]
-    words += ["--width", "1", "--rescore-every", "3", "--checkpoint-steps", "1"]
+    words += ["--recipe", "paper", "--width", "1", "--rescore-every", "3", "--checkpoint-steps", "1"]
     whole = tmp_path / "whole"
     subprocess.run([sys.executable, "-m", "streamclr", *words, "--out", str(whole)], check=True, capture_output=True)
     total = 0

@@ -200,7 +200,8 @@ sys.exit(entry.main(sys.argv[2:]))
 def test_a_run_on_a_camera_is_stopped_and_killed_and_goes_on(tmp_path):
     """A camera that is faster than the learner: the account adds up after SIGTERM, and after kill -9."""
     camera, path = Camera(fps=300), tmp_path / "run"
-    words = ["run", "--source", f"{camera.url}#size=16", "--buffer", "32", "--width", "8", "--checkpoint-steps", "1"]
+    words = ["run", "--source", f"{camera.url}#size=16", "--buffer", "32", "--segment", "32", "--width", "8"]
+    words += ["--checkpoint-steps", "1"]
     command = [sys.executable, "-c", SLOW, str(path), *words, "--predict", "--out", str(path)]
     try:
         for how, code in (("terminate", 143), ("kill", -9), ("terminate", 143)):

@@ -145,8 +145,8 @@ def test_the_page_serves_it(of_a_clip):
 @pytest.mark.system
 def test_predictions_and_the_account_are_by_region(of_a_clip):
     lines = [json.loads(line) for line in (of_a_clip / "run" / "predictions.jsonl").read_text().splitlines()]
-    names = [f"{of_a_clip / 'clip.mkv'}#{name}" for name in ("all", "left")]
-    assert [sum(line["source"] == name for line in lines) for name in names] == [N, N]
+    assert {line["source"] for line in lines} == {str(of_a_clip / "clip.mkv")}
+    assert [sum(line["region"] == name for line in lines) for name in ("all", "left")] == [N, N]
     account = RunDirectory(of_a_clip / "run").results["account"]
     assert account["received"] == account["learned"] == account["predicted"] == 2 * N
 
