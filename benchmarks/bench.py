@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -523,6 +524,22 @@ def live(fps: float = 30, n_frames: int = 1800) -> None:
         row("what it says", line.replace("|", "/"))
 
 
+def two_clips() -> None:
+    """From two clips to predictions with 40 labels given by keyboard in a real browser, all by default options."""
+    from two_clips import clips_at_hand, from_clips_to_predictions  # its browser is not needed elsewhere
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    clips = clips_at_hand(HERE.parents[1] / "shared" / "data")
+    if clip_and_weights("from two clips to predictions") is None:
+        return
+    if chromium is None or not all(clip.exists() for clip in clips):
+        row("from two clips to predictions", "skipped: no Chromium or no clips", "CLIPS=a.mp4:b.mp4 make bench")
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for figures in from_clips_to_predictions(clips, chromium, Path(place)):
+            row(*figures)
+
+
 def dashboard(width: int = 16, n_clients: int = 20, phase: float = 12.0, n_phases: int = 24) -> None:
     """A learner while 20 clients read its dashboard, against the same learner while nobody does, in turns."""
     with tempfile.TemporaryDirectory() as out:
@@ -704,6 +721,7 @@ SECTIONS = [
     start,
     first_run,
     live,
+    two_clips,
     scoring,
     chunks,
     memory,
