@@ -181,7 +181,7 @@ def test_the_run_of_other_code_is_not_taken_for_an_interrupted_one(small_cifar, 
 COMMITTED = Path(__file__).parents[1] / "experiments"
 # The jobs of sweep are not committed.
 N_COMMITTED = {"labels": 21, "curves": 18, "lazy": 18, "buffer": 36, "gradient": 3, "stc": 60, "iid": 21}
-N_COMMITTED |= {"large-buffer": 96, "unusable": 79, "asked": 3, "fleet": 24, "adapt": 81}
+N_COMMITTED |= {"large-buffer": 96, "unusable": 79, "asked": 3, "fleet": 24, "adapt": 87, "trust": 6}
 
 
 @pytest.mark.parametrize("name", N_COMMITTED)
