@@ -37,6 +37,7 @@ def test_in_a_pipe_lines_have_the_count_and_the_time_left(clock, capsys):
 
 def test_without_an_end_the_time_so_far_is_said(clock, capsys):
     with Progress("learning", None, every=10) as bar:
+        assert capsys.readouterr().err == "learning …\n"  # at once
         clock.now += 4000
         bar.advance(64)
     assert "learning: 64, 1:06:40 so far" in capsys.readouterr().err

@@ -63,6 +63,8 @@ class Progress:
         if self._bar:
             self._bar.start()
             self._task = self._bar.add_task(self.what, total=self.total, count="", left="", note="")
+        elif self.total is None and self.every < math.inf:  # nobody knows when the next line comes
+            say(f"{self.what} …")
         return self
 
     def start_from(self, n: int) -> None:

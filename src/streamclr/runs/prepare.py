@@ -18,6 +18,7 @@ from streamclr.runs.choose import choose
 from streamclr.runs.dashboard import check_can_serve
 from streamclr.runs.serving import check_can_predict
 from streamclr.stage_two import check_classifier
+from streamclr.streams.sight import FIT
 from streamclr.streams.spec import fit_of, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
@@ -48,12 +49,15 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPl
             raise UserError("selftrained needs frames whose tracks are known, and --spread on: use finetuned")
         for fraction in plan.label_fractions:
             draw_labelled(stream.train.labels, fraction, stream.train.classes)
+    if ranks is not None:
+        RunDirectory.check_out(plan)
     choice = choose(options, plan, stream) if ranks is not None and ranks.n == 1 else None
     plan = plan if choice is None else choice.plan
     learner = make_learner(plan)
     if plan.memory is not None:
         print(f"memory: {learner.fit((plan.segment, 3, plan.size, plan.size))}", file=sys.stderr)
-    for line in [] if choice is None else choice.lines():
+    # A plan says all, and nothing was chosen.
+    for line in [] if choice is None or isinstance(options, RunPlan) else choice.lines():
         say(line)
     return plan, stream, learner
 
@@ -64,7 +68,7 @@ def as_left(options: RunOptions) -> RunOptions:
     if options.out is None or not (Path(options.out) / "config.json").is_file():
         return options
     fit = fit_of(RunDirectory.existing(options.out).config.source)
-    return dataclasses.replace(options, source=with_fit(options.source, fit))
+    return options if fit == FIT else dataclasses.replace(options, source=with_fit(options.source, fit))
 
 
 def own_stream(plan: RunPlan, stream: DatasetStream | CameraStream, ranks: OneProcess) -> DatasetStream | CameraStream:

@@ -47,6 +47,9 @@ def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None
             cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:
                 seconds = learn_stream(own_part(plan, ranks), learner, stream, directory)
+                if not learner.buffer.n_seen and ranks.n == 1:
+                    why = str(stream.account) if stream.account.received else "there was no image in it"
+                    raise UserError(f"{options.source} has ended, and nothing was learned: {why}")
             except (UserError, QuietExit):
                 directory.remove_if_empty()
                 raise
