@@ -277,7 +277,7 @@ def test_errors_are_one_line_and_leave_nothing_behind(exported_run, pictures, tm
         ([file, "--source", source, "--top", "many"], "--top is 'many': use a whole number"),
         ([file, "--source", source, "--fraction", "0.5"], "--fraction is for a run"),
         ([file, "--source", "nowhere", "--csv", "new.csv"], "no source 'nowhere'"),
-        ([str(pictures / "0.png"), "--source", source, "--csv", "new.csv"], "0.png is no whole ONNX file"),
+        ([str(pictures / "0.png"), "--source", source, "--csv", "new.csv"], "0.png is a source, no classifier"),
         ([str(pictures), "--source", source], "pictures is no run directory, and nothing"),
         ([file, "--source", source, "--tabel"], "did you mean '--table'"),
     ):

@@ -93,7 +93,7 @@ def predict(config: PredictOptions) -> None:
         write = None if config.csv is None else stack.enter_context(csv_writer(Path(config.csv), model.classes))
         answers = stack.enter_context(sending(config, places)) if config.to else None
         stack.enter_context(closing(predictions))
-        bar = stack.enter_context(Progress("classifying", total, quiet=sys.stdout.isatty()))
+        bar = stack.enter_context(Progress("classified", total, quiet=sys.stdout.isatty()))
         for batch in predictions:
             for prediction in batch:
                 print_line(prediction)

@@ -182,7 +182,7 @@ def measure(plan: RunPlan, what: str, training: float | None = None, seconds: fl
     seconds: for the steps that count, after as many to warm up.
     """
     learner = make_learner(plan)
-    with Progress(f"measuring {what}", None) as bar:
+    with Progress(f"measuring {what}", None, at_once=True) as bar:
         if learner.memory is not None:
             learner.fit((plan.segment, 3, plan.size, plan.size))
         learner.buffer.replace(
