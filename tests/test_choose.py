@@ -5,12 +5,13 @@ import pytest
 
 from streamclr.cli.entry import main
 from streamclr.cli.parser import parse
+from streamclr.compute import memory
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs import choose as choosing
 from streamclr.runs.choose import Choice, choose, command
-from streamclr.runs.doctor.diagnose import LOAD, MOST_TIMES, Measured, slow_down
+from streamclr.runs.doctor.diagnose import LOAD, MOST_TIMES, Measured, predicted_peak, slow_down
 from support.camera import write_clip
 from support.runs import run_plan
 
@@ -50,7 +51,8 @@ def test_what_is_chosen_keeps_up_and_is_said_with_the_command_that_asks_for_it(a
 
 
 def test_a_machine_that_is_much_too_slow_is_told_so():
-    slow = Choice(run_plan(segment=64), 30.0, Measured(0, 21.3, 64, 1))
+    plan = run_plan(segment=64)
+    slow = Choice(plan, plan, 30.0, Measured(0, 21.3, 64, 1))
     assert "too slow, 90 % of the frames are passed over: use a lower fps=" in slow.lines()[1]
 
 
@@ -80,4 +82,21 @@ def test_a_plan_is_said_and_nothing_is_learned(asked, capsys, monkeypatch, tmp_p
 
 
 def test_the_command_hides_a_password():
-    assert "secret" not in command(run_plan(source="rtsp://me:secret@127.0.0.1/1"))
+    plan = run_plan(source="rtsp://me:secret@127.0.0.1/1", to=("mqtt://me:secret@broker/door",))
+    assert "secret" not in command(plan, plan)
+
+
+def test_the_command_names_the_source_as_it_was_given_and_has_all_that_was_given(asked, monkeypatch):
+    monkeypatch.setattr(choosing, "measure", lambda *_, **__: STEP)
+    own = replace(asked, images=300, predict=True, to=("a.jsonl", "mqtt://broker/door"), memory="2G", threshold=0.5)
+    what, _, same = chosen(own).lines()
+    assert what.startswith(f"{asked.source}: compact ")
+    _, again = parse(shlex.split(same.removeprefix("the same: streamclr ")))
+    for name in ("source", "images", "predict", "to", "memory", "threshold"):
+        assert getattr(again, name) == getattr(own, name)
+
+
+def test_saying_what_is_taken_changes_nothing_of_how_memory_is_allocated(asked, monkeypatch):
+    """A prediction that left the allocator as it is under --memory made each step a third slower than was said."""
+    monkeypatch.setattr(memory, "release_freed_memory", lambda: pytest.fail("freed memory is returned from now on"))
+    assert predicted_peak(resolve(asked, open_run_stream(asked))) > 2**20

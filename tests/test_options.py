@@ -72,6 +72,7 @@ def test_redacted_shows_no_secret(text, shown):
         "rtsp://[::1]:554/live@2",
         "http://host:80/?fps=3",
         "contrast?rescore_every=50",
+        "video:clip.mp4?passes=2&fit=stretch",
     ],
 )
 def test_redacted_leaves_the_rest_alone(text):

@@ -42,6 +42,11 @@ def test_without_an_end_the_time_so_far_is_said(clock, capsys):
     assert "learning: 64, 1:06:40 so far" in capsys.readouterr().err
 
 
+def test_what_keeps_a_person_waiting_says_at_once_that_it_begins(clock, capsys):
+    with Progress("measuring a step", None, at_once=True):
+        assert capsys.readouterr().err == "measuring a step …\n"
+
+
 def test_what_is_short_says_nothing_in_a_pipe(clock, capsys):
     with Progress("learning", 10) as bar:
         bar.advance(10)

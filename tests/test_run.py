@@ -41,7 +41,6 @@ def test_a_run_leaves_everything_behind(config, tmp_path):
         "config.json",
         "journal.jsonl",
         "status.json",
-        "newest.safetensors",
         "model.safetensors",
         "classifier.safetensors",
         "classes.json",
@@ -501,6 +500,18 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     assert state_sha256(killed) == state_sha256(whole)
 
 
+def test_a_stream_without_an_image_leaves_nothing_and_says_so(tmp_path, monkeypatch, capsys):
+    """Nobody is told to label what is not there."""
+    (tmp_path / "empty").write_bytes(b"")
+    out = str(tmp_path / "run")
+    with (tmp_path / "empty").open() as nothing, monkeypatch.context() as patched:
+        patched.setattr("sys.stdin", nothing)
+        with pytest.raises(UserError, match="- has ended, and nothing was learned: there was no image in it"):
+            run(RunOptions(source="-", size=16, width=1, recipe="paper", buffer=8, segment=8, out=out))
+    assert "label" not in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.system
 @pytest.mark.parametrize(("n_runs", "n_kills"), [(1, 3), pytest.param(10, 10, marks=pytest.mark.long)])
 def test_chains_of_kills_on_a_recording(tmp_path, n_runs, n_kills):
@@ -520,7 +531,7 @@ def test_chains_of_kills_on_a_recording(tmp_path, n_runs, n_kills):
         "--batch",
         "4",
     ]
-    words += ["--recipe", "paper", "--width", "1", "--rescore-every", "3", "--checkpoint-steps", "1"]
+    words += ["--policy", "contrast", "--width", "1", "--rescore-every", "3", "--checkpoint-steps", "1"]
     whole = tmp_path / "whole"
     subprocess.run([sys.executable, "-m", "streamclr", *words, "--out", str(whole)], check=True, capture_output=True)
     total = 0

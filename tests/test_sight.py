@@ -309,6 +309,7 @@ def test_a_source_says_what_it_sees_where_it_is_written_down(tmp_path, monkeypat
 def test_a_run_of_an_earlier_version_sees_the_middle_square(tmp_path):
     assert with_fit(f"folder:{tmp_path}?stc=5") == f"folder:{tmp_path}?stc=5&fit=crop"
     assert with_fit("rtsp://camera/1#fps=5") == "rtsp://camera/1#fps=5&fit=crop"
+    assert with_fit("watch:here?fps=5") == "watch:here?fps=5&fit=crop"  # the name by which its frames are known stays
     assert with_fit("cifar10?stc=5") == "cifar10?stc=5"
     assert with_fit("rtsp://camera/1#fit=stretch") == "rtsp://camera/1#fit=stretch"
     assert fit_of("cifar10") == "crop"

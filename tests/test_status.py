@@ -24,7 +24,7 @@ def shown(tmp_path):
     config = RunOptions(
         source="synthetic:", images=320, recipe="paper", width=4, buffer=16, guards="on", out=str(tmp_path / "run")
     )
-    config, stream, learner, _ = prepare(config)
+    config, stream, learner = prepare(config)
     directory = RunDirectory.of(config)
     for images in stream.segments(16, until=96):
         learner.learn_many(images)

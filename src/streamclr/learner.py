@@ -19,7 +19,7 @@ from streamclr.base.options import parse_size
 from streamclr.base.tensors import load_weights
 from streamclr.buffer import Buffer, n_that_fit
 from streamclr.compute.chunked import backward, check_can_chunk
-from streamclr.compute.memory import MemoryPlan, make_plan
+from streamclr.compute.memory import MemoryPlan, Work, make_plan, unlimited_peak
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.architecture import SCRATCH_ENCODERS
 from streamclr.encoders.compact import compact
@@ -323,14 +323,25 @@ class Learner:
             self.buffer = self._make_buffer(n_that_fit(self._buffer_bytes, shape[1:], self.positives == "time"))
         if self.plan is None and self.memory is not None:
             self.optimizer.keep_gradients()
-            # The segment itself, and its copy behind the buffer; with a neighbour beside each.
-            n_images = (self.buffer.size + 2 * shape[0]) * (1 + self.buffer.has_neighbours)
-            self.plan = make_plan(
-                self.model, self.memory, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score
-            )
+            self.plan = make_plan(self._work(shape), self.memory)
             # A scored image is two views, and a chunk of the update is what fits.
             self.model.max_chunk = max(1, (self.plan.chunk_size or 2 * self.batch_size) // 2)
         return self.plan
+
+    def peak(self, shape: Sequence[int]) -> int:
+        """Bytes of memory that the process will take as it learns from segments of this shape; an error if that is not
+        known for this model or device."""
+        if (plan := self.fit(shape)) is not None:
+            return plan.peak
+        if self.device.type != "cpu" or self.model.in_bf16 or self._trained is not self.model:
+            raise UserError("memory is predicted for the CPU and fp32 alone, and not with compile")
+        check_can_chunk(self.model)
+        return unlimited_peak(self._work(shape))
+
+    def _work(self, shape: Sequence[int]) -> Work:
+        # The segment itself, and its copy behind the buffer; with a neighbour beside each.
+        n_images = (self.buffer.size + 2 * shape[0]) * (1 + self.buffer.has_neighbours)
+        return Work(self.model, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score)
 
     def join(self, ranks: OneProcess) -> None:
         """Share the encoder with the learners of the other ranks, each of which calls this before its first step.

@@ -112,7 +112,7 @@ _SECRETS = (
     # A password with an unescaped slash, which an error message may quote. Digits alone are a port.
     re.compile(r"(://[^\s:/?#@\[]*:)(?!\*\*\*@|\d+(?:[/?#\s'\",;)]|$))(?:(?!://)\S)+(?=@)"),
     re.compile(
-        r"([?&;/_](?:pw|pin|sig|[^=&?/\s]*(?:pass?|pwd|psw|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"
+        r"([?&;/_](?!passes=)(?:pw|pin|sig|[^=&?/\s]*(?:pass?|pwd|psw|secret|token|key|auth|signature|credential)[^=&?/\s]*)=)"
         r"(?:(?!,\w+://|['\"](?:\W|$))[^&#\s])+",
         re.IGNORECASE,
     ),

@@ -51,10 +51,13 @@ class Progress:
 
     On a terminal one line with a bar, which fits 80 columns; elsewhere a line every few seconds. Both have the count
     and the time that is left.
+
+    at_once: also say where there is no terminal that it begins.
     """
 
-    def __init__(self, what: str, total: int | None, every: float = 10.0, quiet: bool = False):
+    def __init__(self, what: str, total: int | None, every: float = 10.0, quiet: bool = False, at_once: bool = False):
         self.what, self.total, self.every, self.done = what, total, math.inf if quiet else every, 0
+        self._at_once = at_once and not quiet
         self._bar = _rich_bar() if sys.stderr.isatty() and not quiet else None
 
     def __enter__(self) -> "Progress":
@@ -63,6 +66,8 @@ class Progress:
         if self._bar:
             self._bar.start()
             self._task = self._bar.add_task(self.what, total=self.total, count="", left="", note="")
+        elif self._at_once:
+            say(f"{self.what} …")
         return self
 
     def start_from(self, n: int) -> None:

@@ -12,7 +12,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import argument, option
 from streamclr.base.table import Table, labels_heading, percent
 from streamclr.records.directory import RunDirectory
-from streamclr.records.options import RunOptions
+from streamclr.records.options import RunOptions, as_run
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.choose import choose, command
 from streamclr.runs.dashboard import Dashboard
@@ -119,7 +119,7 @@ def _print_comparison(out: Path, table: Table) -> None:
 def doctor_command(config: DoctorOptions) -> int:
     plan, diagnosis = diagnose(config)
     if not config.json:
-        for name, text in [*diagnosis.rows(), ("command", command(plan))]:
+        for name, text in [*diagnosis.rows(), ("command", command(plan, as_run(config)))]:
             _print_row(name, text)
     suggestions = []
     for suggestion in () if diagnosis.keeps_up else suggest(plan, diagnosis.step, diagnosis.fps):

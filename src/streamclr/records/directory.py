@@ -44,24 +44,41 @@ class RunDirectory:
     @classmethod
     def of(cls, plan: RunPlan) -> "RunDirectory":
         """The directory in which the same run was left unfinished, or a new one; for this process alone."""
-        default = _default_place(plan)
         for directory in cls._places(plan):
-            different = directory.differences(plan)
-            if plan.out and different:
-                raise UserError(f"{directory.path} has a run with other options ({different[0]}): give another --out")
-            if plan.out and directory.results is not None:
-                raise UserError(f"{directory.path} exists already, and its run is finished: give another --out")
-            if not different and directory.results is None:
-                directory.lock()
-                return directory
+            if plan.out:
+                directory._check_same(plan)
+            elif directory.differences(plan) or directory.results is not None:
+                continue
+            directory.lock()
+            return directory
         if plan.resume and not plan.out:
-            raise UserError(f"no unfinished run of these options at {default}: start it without --resume")
-        directory = cls(new_directory(plan.out, default))
+            raise _nothing_to_resume(plan)
+        directory = cls(new_directory(plan.out, _default_place(plan)))
         content = asdict(plan) | {"out": None, "resume": False, "source": opts.redacted(plan.source)}
         del content["to"]  # it has passwords
         write_json(directory.path / "config.json", content)
         directory.lock()
         return directory
+
+    @classmethod
+    def check_out(cls, plan: RunPlan) -> None:
+        """An error now, before anything is measured, if no run can be kept in --out or go on with --resume."""
+        if plan.out is None:
+            if plan.resume and cls.begun(plan) is None:
+                raise _nothing_to_resume(plan)
+            return
+        directory = cls(Path(plan.out))
+        if not (directory.path / "config.json").is_file():
+            _check_free(directory.path)
+            return
+        directory._check_same(dataclasses.replace(plan, segment=directory.config.segment))  # which may still be chosen
+
+    def _check_same(self, plan: RunPlan) -> None:
+        """An error unless this is the run of the plan, unfinished."""
+        if different := self.differences(plan):
+            raise UserError(f"{self.path} has a run with other options ({different[0]}): give another --out")
+        if self.results is not None:
+            raise UserError(f"{self.path} exists already, and its run is finished: give another --out")
 
     @classmethod
     def begun(cls, plan: RunPlan) -> RunPlan | None:
@@ -245,8 +262,13 @@ class RunDirectory:
             return None, FINISHED
         found = self.checkpoints.latest()
         if found is None:
-            again = "try again in a minute" if self.is_learning else "start it again with the same options"
-            raise UserError(f"{self.path} has no encoder yet, its run ended or is before the first checkpoint: {again}")
+            if not self.is_learning:
+                how = "its run ended before the first checkpoint: start it again with the same options"
+                raise UserError(f"{self.path} has no encoder yet, {how}")
+            minutes = self.config.checkpoint_minutes
+            when = f"after {minutes:g} minutes" if minutes else "at its end"
+            told = f"its first checkpoint comes {when} (--checkpoint-minutes): try again then"
+            raise UserError(f"{self.path} has no encoder yet, {told}")
         return found[1]["learner"], f"the encoder of step {found[0]}"
 
     @property
@@ -340,10 +362,21 @@ def _default_place(plan: RunPlan) -> Path:
     return Path("runs") / f"{split_source(plan.source)[0]}-{opts.split(plan.policy)[0]}"
 
 
+def _nothing_to_resume(plan: RunPlan) -> UserError:
+    return UserError(f"no unfinished run of these options at {_default_place(plan)}: start it without --resume")
+
+
 def _newest_first(default: Path) -> list[Path]:
     """runs/NAME and runs/NAME-2, … as `new_directory` makes them."""
     found = [path for path in default.parent.glob(f"{default.name}*") if path.is_dir()]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _check_free(path: Path) -> None:
+    """What a process leaves that was killed as it wrote its first file does not count."""
+    others = (p for p in path.iterdir() if not p.name.startswith(".config.json.")) if path.is_dir() else ()
+    if path.exists() and (not path.is_dir() or any(others)):
+        raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
 
 
 def new_directory(asked: str | Path | None, default: Path) -> Path:
@@ -351,10 +384,7 @@ def new_directory(asked: str | Path | None, default: Path) -> Path:
     path = default if asked is None else Path(asked)
     try:
         if asked is not None:
-            # What a process leaves that was killed as it wrote its first file does not count.
-            others = (p for p in path.iterdir() if not p.name.startswith(".config.json.")) if path.is_dir() else ()
-            if path.exists() and (not path.is_dir() or any(others)):
-                raise UserError(f"{path} exists already: give another --out, nothing is overwritten")
+            _check_free(path)
             path.mkdir(parents=True, exist_ok=True)
             return path
         default.parent.mkdir(parents=True, exist_ok=True)

@@ -140,6 +140,9 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     room = buffer if isinstance(chosen["buffer"], int) else chosen["buffer"]
     batch = usual_batch(recipe.batch, room) if options.batch is None else options.batch
     if images is not None and images < batch:
+        if images == end == 1:
+            how = "a run learns from many, streamclr predict classifies one"
+            raise UserError(f"{options.source} is one image, and an update takes {batch}: {how}")
         whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
     if options.norm_over not in NORM_OVER:

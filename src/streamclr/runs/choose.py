@@ -2,7 +2,8 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from streamclr.streams.stream import CameraStream, DatasetStream
 MEASURE_SECONDS = 1.0  # of steps, after as many to warm up
 LOOK_SECONDS = 1.0  # at a camera that does not say how many frames it sends
 USUAL_FPS = 30.0  # of a camera that cannot be looked at
+CHOSEN = ("encoder", "init", "size", "train", "policy", "buffer", "batch", "segment")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Choice:
     """The plan of a run, and why it is so."""
 
     plan: RunPlan
+    asked: RunOptions  # what was given
     fps: float | None = None  # None: the images wait for the learner
     step: Measured | None = None  # None: not measured
     peak: int | None = None  # bytes of memory, where known
@@ -39,9 +42,10 @@ class Choice:
         start = "public weights" if plan.init == "pretrained" else f"{plan.init} weights"
         whole = {"all": "all of it learns", "norms": "its norms learn"}
         parts = whole.get(plan.train or "all", f"its last {plan.train} stages learn")
-        threads = torch.get_num_threads()
-        model = f"{plan.encoder} ({start}, {parts}), {plan.size}x{plan.size} px, {threads} threads"
-        return [f"{redacted(plan.source)}: {model}", self._pace(), f"the same: {command(plan)}"]
+        n = torch.get_num_threads()
+        threads = "1 thread" if n == 1 else f"{n} threads"
+        model = f"{plan.encoder} ({start}, {parts}), {plan.size}x{plan.size} px, {threads}"
+        return [f"{redacted(self.asked.source)}: {model}", self._pace(), f"the same: {command(plan, self.asked)}"]
 
     def _pace(self) -> str:
         plan = self.plan
@@ -73,22 +77,33 @@ def choose(asked: RunOptions, plan: RunPlan, stream: DatasetStream | CameraStrea
     waits = stream.overload == "wait"
     is_open = not waits and asked.segment is None and begun is None
     if not (is_open or look):
-        return Choice(plan, None if waits else stream.fps)
+        return Choice(plan, asked, None if waits else stream.fps)
+    peak = predicted_peak(plan)  # before the measurement, whose memory is not the run's
     fps = None if waits else stream.fps or stream.measured_fps(LOOK_SECONDS) or USUAL_FPS
     step = measure(plan, "a step on this machine", seconds=MEASURE_SECONDS)
     if is_open and fps is not None:
         plan, step = slow_down(plan, step, fps)
-    return Choice(plan, fps, step, predicted_peak(plan))
+    return Choice(plan, asked, fps, step, peak)
 
 
-def command(plan: RunPlan) -> str:
-    """The command line that asks for this plan by its options."""
-    return " ".join(["streamclr run", shlex.quote(redacted(plan.source)), *_flags(plan)])
+def command(plan: RunPlan, asked: RunOptions) -> str:
+    """The command line that asks for this plan by its options: what was chosen, and what else was given."""
+    words = ["streamclr", "run", redacted(asked.source)]
+    for name in CHOSEN:
+        words += _words(name, getattr(plan, name))
+    for field in fields(RunOptions):
+        value = getattr(asked, field.name)
+        if field.name not in (*CHOSEN, "source") and value != field.default:
+            words += _words(field.name, value)
+    return shlex.join(words)
 
 
-def _flags(plan: RunPlan) -> Iterator[str]:
-    for name in ("encoder", "init", "size", "train", "policy", "buffer", "batch", "segment"):
-        yield f"--{name} {shlex.quote(str(getattr(plan, name)))}"
+def _words(name: str, value: Any) -> Iterator[str]:
+    """The option and its value, of which some have several."""
+    for one in value if isinstance(value, tuple) else (value,):
+        yield f"--{name.replace('_', '-')}"
+        if one is not True:
+            yield redacted(str(one))
 
 
 def _seconds(seconds: float) -> str:

@@ -3,10 +3,10 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from streamclr.answers.answers import addresses
 from streamclr.base.errors import UserError
+from streamclr.base.progress import say
 from streamclr.classifier import draw_labelled
 from streamclr.compute.ranks import OneProcess
 from streamclr.learner import Learner
@@ -18,21 +18,15 @@ from streamclr.runs.choose import choose
 from streamclr.runs.dashboard import check_can_serve
 from streamclr.runs.serving import check_can_predict
 from streamclr.stage_two import check_classifier
+from streamclr.streams.sight import FIT
 from streamclr.streams.spec import fit_of, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream
 
 
-class Prepared(NamedTuple):
-    plan: RunPlan
-    stream: Stream
-    learner: Learner
-    lines: list[str]  # what a run that begins now says it will do
-
-
-def prepare(options: RunOptions, ranks: OneProcess | None = None) -> Prepared:
+def prepare(options: RunOptions, ranks: OneProcess | None = None) -> tuple[RunPlan, Stream, Learner]:
     """All that a run needs. Every option is checked here, before anything is written, not hours later.
 
-    ranks: of a run that begins now, which chooses what was not asked for.
+    ranks: of a run that begins now, which is then told on stderr.
     """
     options = as_left(options)
     stream = open_run_stream(options)
@@ -55,12 +49,17 @@ def prepare(options: RunOptions, ranks: OneProcess | None = None) -> Prepared:
             raise UserError("selftrained needs frames whose tracks are known, and --spread on: use finetuned")
         for fraction in plan.label_fractions:
             draw_labelled(stream.train.labels, fraction, stream.train.classes)
+    if ranks is not None:
+        RunDirectory.check_out(plan)
     choice = choose(options, plan, stream) if ranks is not None and ranks.n == 1 else None
     plan = plan if choice is None else choice.plan
     learner = make_learner(plan)
     if plan.memory is not None:
         print(f"memory: {learner.fit((plan.segment, 3, plan.size, plan.size))}", file=sys.stderr)
-    return Prepared(plan, stream, learner, [] if choice is None else choice.lines())
+    # A plan says all, and nothing was chosen.
+    for line in [] if choice is None or isinstance(options, RunPlan) else choice.lines():
+        say(line)
+    return plan, stream, learner
 
 
 def as_left(options: RunOptions) -> RunOptions:
@@ -69,7 +68,7 @@ def as_left(options: RunOptions) -> RunOptions:
     if options.out is None or not (Path(options.out) / "config.json").is_file():
         return options
     fit = fit_of(RunDirectory.existing(options.out).config.source)
-    return dataclasses.replace(options, source=with_fit(options.source, fit))
+    return options if fit == FIT else dataclasses.replace(options, source=with_fit(options.source, fit))
 
 
 def own_stream(plan: RunPlan, stream: DatasetStream | CameraStream, ranks: OneProcess) -> DatasetStream | CameraStream:

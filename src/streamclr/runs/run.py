@@ -10,7 +10,6 @@ import torch
 
 from streamclr.answers.answers import deliveries_of
 from streamclr.base.errors import QuietExit, UserError
-from streamclr.base.progress import say
 from streamclr.compute.ranks import join
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.labelling.candidates import open_candidates
@@ -37,10 +36,8 @@ def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None
     """
     with join(options.device, options.norm_over) as ranks:
         with ranks.together():
-            plan, stream, learner, lines = prepare(options, ranks)
+            plan, stream, learner = prepare(options, ranks)
         with closing(open_directory(plan, ranks)) as directory, ExitStack() as stack:
-            for line in lines:
-                say(line)
             if options.label_budget is None:
                 plan = with_room_for_questions(plan, stream, directory)
             if plan.serve and not ranks.index:
@@ -50,6 +47,9 @@ def run(options: RunOptions, stage_two: bool = True, dashboard: Dashboard | None
             cpu_seconds = process_time()  # of this process: a run that goes on counts them from there
             try:
                 seconds = learn_stream(own_part(plan, ranks), learner, stream, directory)
+                if not learner.buffer.n_seen and ranks.n == 1:
+                    why = str(stream.account) if stream.account.received else "there was no image in it"
+                    raise UserError(f"{options.source} has ended, and nothing was learned: {why}")
             except (UserError, QuietExit):
                 directory.remove_if_empty()
                 raise

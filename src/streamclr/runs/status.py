@@ -62,7 +62,8 @@ class Window:
         self._status_due = now + STATUS_EVERY
         with suppress(OSError, UserError):  # a full disk must not stop the run
             self._write_status(facts)
-            self._write_newest()
+            if self._looked_at():
+                self._write_newest()
             if not at_once and now >= self._buffer_due and len(self.learner.buffer):
                 self.directory.save_buffer(self.learner, self.stream)
                 took = time.monotonic() - now

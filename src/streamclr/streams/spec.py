@@ -74,6 +74,8 @@ def split_source(source: str | Path) -> tuple[str, str, dict[str, str]]:
     that have the name of an option are taken.
     """
     text = str(source)
+    if not text.strip():
+        raise UserError("the source is empty: give a file, a directory, a camera (0, rtsp://…) or a dataset")
     scheme, _, rest = text.partition("://")
     if rest and scheme in URLS:
         url, _, fragment = text.partition("#")
@@ -138,6 +140,8 @@ def absolute_source(source: str) -> str:
         options["classes"] = os.path.abspath(listed)
     if takes(source, "fit"):
         options.setdefault("fit", FIT)
+    if path and name not in URLS.values():
+        path = os.path.abspath(os.path.expanduser(path))
     return _written(name, path, options, source)
 
 
@@ -161,7 +165,7 @@ def _written(name: str, path: str, options: dict[str, str], source: str) -> str:
         return path + (f"#{query}" if query else "")
     if name == "stdin":
         return "-" + (f"?{query}" if query else "")
-    where = f":{os.path.abspath(os.path.expanduser(path))}" if path else ":" * (":" in source)
+    where = f":{path}" if path else ":" * (":" in source)
     return name + where + (f"?{query}" if query else "")
 
 

@@ -89,7 +89,11 @@ def compare(
     for policy in policies:  # a wrong option is refused before the first run starts
         lazily = options.rescore_every if "rescore_every" in takes[policy] else None
         device = options.device if options.on is None else None
-        ready[policy] = prepare(as_run(options, policy=policy, rescore_every=lazily, device=device))[0]
+        asked = as_run(options, policy=policy, rescore_every=lazily, device=device)
+        ready[policy], stream, _ = prepare(asked)
+        if stream.test is None:
+            need = "a dataset, or a folder with a folder for each class"
+            raise UserError(f"{options.source} has no labels, by which policies are compared: use {need}")
     place = None if options.on is None else open_place(options.on, None, options.device, torch.get_num_threads())
     out = new_directory(options.out, Path("runs") / default_out)
     directories: dict[str, list[RunDirectory]] = {policy: [] for policy in policies}

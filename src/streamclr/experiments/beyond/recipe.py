@@ -172,7 +172,7 @@ def _choices(measured: Mapping[str, Any], choices: Mapping[str, Any]) -> Table:
 
 def learn_for(directory: Path, seconds: Sequence[int], held_back: bool, **config: Any) -> Result:
     """Learn for these CPU seconds, and measure the encoder at each of them. Interrupted, it goes on where it saved."""
-    plan, stream, learner, _ = prepare(RunOptions(**config, out=str(directory / "run")))
+    plan, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
     train, test = labelled(stream)
     if held_back:
         train, test = _split(train)

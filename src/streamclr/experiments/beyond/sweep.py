@@ -50,7 +50,7 @@ def experiment(lab: Lab) -> Findings:
 
 def validate(directory: Path, **config: Any) -> Result:
     """A run that is tested on a fifth of the training images, held back from the classifier."""
-    one, stream, learner, _ = prepare(RunOptions(**config, out=str(directory / "run")))
+    one, stream, learner = prepare(RunOptions(**config, out=str(directory / "run")))
     seconds = learn_stream(one, learner, stream, RunDirectory.of(one))
     train, _ = labelled(stream)
     known, held_back = (

@@ -110,7 +110,7 @@ def experiment(lab: Lab) -> Findings:
 def measure(directory: Path, kind: str, share: float, clip: str, probe: bool, **config: Any) -> Result:
     """Learn from a stream of which a share of the frames is unusable."""
     torch.set_num_threads(1)  # a second thread gains nothing on layers this small
-    plan, stream, learner, _ = prepare(RunOptions(**config))
+    plan, stream, learner = prepare(RunOptions(**config))
     assert isinstance(stream, DatasetStream)
     source = stream.source
     if clip:

@@ -62,7 +62,7 @@ def experiment(lab: Lab) -> Findings:
 
 def measure(directory: Path, **config: Any) -> Result:
     """Learn as in a run; at each mark measure scores and gradients of mini-batches of test images."""
-    plan, stream, learner, _ = prepare(RunOptions(**config))
+    plan, stream, learner = prepare(RunOptions(**config))
     _, test = labelled(stream)
     tested = torch.from_numpy(test.images(evenly_spaced(len(test), N_BATCHES * plan.segment)))
     marks = []

@@ -82,6 +82,7 @@ class Diagnosis:
     step: Measured
     peak: int | None  # bytes of memory, predicted; None: not known
     checkpoint_hours: float | None  # between two checkpoints; None: only the last
+    waits: bool = False  # its images wait for the learner; the verdict is for a camera that sends as many
 
     @property
     def ratio(self) -> float:
@@ -119,7 +120,7 @@ class Diagnosis:
         verdict = f"{arrive}, a step takes {_seconds(step.seconds)}"
         rows = [
             *self.machine.rows(),
-            ("source", f"{self.source}, {self.size}x{self.size} px, {self.fps:g} frames a second"),
+            ("source", f"{self.source}, {self.size}x{self.size} px, {self._rate}"),
             ("step", f"scoring {_seconds(step.scoring)}, training {_seconds(step.training)}{some}"),
             ("peak", "not known for this model" if self.peak is None else f"about {self.peak / MIB:.0f} MiB of memory"),
             ("checkpoint", self._checkpoint()),
@@ -129,6 +130,11 @@ class Diagnosis:
             lost = self.fps * (1 - 1 / self.ratio)
             rows.append(("skipped", f"{lost:,.1f} of {self.fps:g} frames a second, {lost * 86400:,.0f} a day"))
         return rows
+
+    @property
+    def _rate(self) -> str:
+        rate = f"{self.fps:g} frames a second"
+        return f"as if a camera sent {rate} (its own images wait for the learner)" if self.waits else rate
 
     def _checkpoint(self) -> str:
         size = f"{self.step.checkpoint / MIB:.1f} MiB"
@@ -164,6 +170,7 @@ def diagnose(options: DoctorOptions) -> tuple[RunPlan, Diagnosis]:
         step=step,
         peak=peak,
         checkpoint_hours=checkpoint_hours(plan, step, fps),
+        waits=stream.overload == "wait",
     )
 
 
@@ -174,8 +181,8 @@ def measure(plan: RunPlan, what: str, training: float | None = None, seconds: fl
     training: its seconds if they are known already; then the images are only scored.
     seconds: for the steps that count, after as many to warm up.
     """
-    with Progress(f"measuring {what}", None) as bar:
-        learner = make_learner(plan)
+    learner = make_learner(plan)
+    with Progress(f"measuring {what}", None, at_once=True) as bar:
         if learner.memory is not None:
             learner.fit((plan.segment, 3, plan.size, plan.size))
         learner.buffer.replace(
@@ -250,9 +257,7 @@ def _noise(plan: RunPlan, n: int) -> Tensor:
 def predicted_peak(plan: RunPlan) -> int | None:
     """Bytes of memory that the process of the run takes; None if that is not known for this model or device."""
     with suppress(UserError):
-        learner = make_learner(replace(plan, memory=plan.memory or "1024G"))
-        fitted = learner.fit((plan.segment, 3, plan.size, plan.size))
-        return None if fitted is None else fitted.peak
+        return make_learner(plan).peak((plan.segment, 3, plan.size, plan.size))
     return None
 
 
