@@ -10,7 +10,7 @@ from streamclr.base.statistics import wilson
 from streamclr.linear import fit_linear, folds_of
 
 # Look-alikes. The similarity is the cosine of directions (order.py); measured in docs/log.md.
-USUAL_SIMILARITY = 0.88  # from which pictures are of one class on streams that nobody has labelled yet
+USUAL_SIMILARITY = 0.92  # from which pictures are of one class on streams that nobody has labelled yet
 SIMILARITIES = torch.arange(0.98, 0.48, -0.02)
 MIN_PAIRS, RIGHT_PAIRS = 20, 0.95  # answered pairs that must be as similar, and the share of them that is of one class
 MAX_COMPARED = 1000  # answers, the newest
