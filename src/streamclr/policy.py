@@ -1,6 +1,5 @@
 """The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
 
-import inspect
 import math
 import random
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base import options as opts
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import checked_seed, one_of
 from streamclr.base.statistics import uniform
@@ -317,21 +317,26 @@ POLICIES: dict[str, type] = {
 
 def policy_options(policy: str) -> list[str]:
     """The names of the options that a policy takes."""
-    name, _ = opts.split(policy)
-    if name not in POLICIES:
-        raise UserError(f"no policy {name!r}: {one_of(name, POLICIES)}")
-    return list(inspect.signature(POLICIES[name]).parameters)
+    return plugins.takes("policy", opts.split(policy)[0], POLICIES)
 
 
 def build_policy(policy: str, **usual: Any) -> Policy:
-    """The policy `name?key=value`.
+    """The policy `name?key=value`, built in or of a researcher.
 
     usual: values of options that are not given, for policies that take them; None: the policy's own.
     """
-    takes, (name, given) = policy_options(policy), opts.split(policy)
-    chosen = {key: value for key, value in usual.items() if key in takes and value is not None} | given
-    built: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
+    built: Policy = plugins.make("policy", policy, POLICIES, **usual)
     return built
+
+
+def listed_policies(policies: str) -> list[str]:
+    """The policies of a list with commas between, each of which is there and named once."""
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if len(set(names)) < len(names):
+        raise UserError(f"--policies {policies} names a policy twice: name each once")
+    for name in names:
+        build_policy(name)
+    return names
 
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import nn
 
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.encoders.compact import Compact, compact
@@ -59,6 +60,7 @@ class Architecture(NamedTuple):
         if encoder == "compact":
             _refuse(encoder, stem=stem)
             return cls(encoder, 32 if width is None else width, None, norm or "batch", projection or "batchnorm")
+        encoder = plugins.full_name("encoder", encoder, ENCODERS)
         encoder = resolved_name(encoder) if is_adapter(encoder) else _known(encoder)
         _refuse(encoder, width=width, stem=stem, norm=norm)
         return cls(encoder, projection=projection or "batchnorm")

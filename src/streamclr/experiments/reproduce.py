@@ -1,5 +1,6 @@
 """`streamclr reproduce`: does an experiment, writes its tables and plot, and an index of all experiments."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ SCRIPTS = (labels, curves, lazy, buffer, gradient, stc, iid, large_buffer, sweep
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     script.__name__.rpartition(".")[2].replace("_", "-"): script.experiment for script in SCRIPTS
 }
+NO_POLICIES = ("lazy", "gradient", "sweep", "unusable", "asked", "fleet")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ def reproduce(config: ReproduceOptions) -> Path:
         raise UserError(f"no experiment {config.name!r}: {opts.one_of(config.name, EXPERIMENTS)}")
     if config.classes and (config.name, config.scale) != ("curves", "paper"):
         raise UserError(f"classes is for 'curves --scale paper', and {config.name} reads no ImageNet: leave it out")
+    if config.policies and config.name in NO_POLICIES:
+        raise UserError(f"{config.name} has no table of policies: leave --policies out")
     lab = Lab(config)
     findings = EXPERIMENTS[config.name](lab)
     scale = "" if config.scale == "cpu" else f"-{config.scale}"  # another scale or number of images has its directory
@@ -48,7 +52,8 @@ def reproduce(config: ReproduceOptions) -> Path:
     data = " --data DIR" if config.data else ""
     precision = f" --precision {config.precision}" if config.precision != "fp32" else ""
     classes = f" --classes {Path(config.classes).name}" if config.classes else ""
-    how = f"--scale {config.scale} --seeds {config.seeds}{images}{data}{precision}{classes}"
+    policies = f" --policies {shlex.quote(config.policies)}" if config.policies else ""
+    how = f"--scale {config.scale} --seeds {config.seeds}{policies}{images}{data}{precision}{classes}"
     command = f"streamclr reproduce {config.name} {how}"
     facts = {
         "command": command,

@@ -7,6 +7,7 @@ from typing import Any
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
+from streamclr.base.plugins import KINDS
 from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
 from streamclr.policy import POLICIES
@@ -51,7 +52,11 @@ class LengthOptions:
 class PolicyOptions:
     """What stays in the buffer, in a command that runs one policy."""
 
-    policy: str | None = option(None, f"which images stay in the buffer: {', '.join(POLICIES)} {by_recipe('policy')}")
+    policy: str | None = option(
+        None,
+        f"which images stay in the buffer: {', '.join((*POLICIES, KINDS['policy'].form))}?option=value "
+        f"{by_recipe('policy')}",
+    )
 
 
 @dataclass(frozen=True)

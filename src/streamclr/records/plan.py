@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
+from streamclr.policy import POLICIES
 from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
 from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
@@ -128,6 +130,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     recipe, given = _recipe(options), dataclasses.asdict(options)
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
     chosen["optimizer"], chosen["lr"] = usual_lr(recipe, options.optimizer, options.lr)
+    chosen["policy"] = plugins.full_name("policy", chosen["policy"], POLICIES)
     if options.train is None and architecture.encoder not in ENCODERS:
         chosen["train"] = "all"  # an adapter may have no stages
     if options.positives is None and not stream.in_time:

@@ -18,6 +18,7 @@ from streamclr.base.progress import Progress, say
 from streamclr.base.table import Table
 from streamclr.encoders.architecture import Architecture
 from streamclr.learner import PRECISIONS
+from streamclr.policy import listed_policies
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
@@ -55,6 +56,9 @@ class LabOptions:
         "cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two CPU cores"
     )
     seeds: int = option(3, "how many seeds, from 0 on")
+    policies: str | None = option(
+        None, "further policies, with commas between, as package.module:Class: a row of each [those of the table]"
+    )
     images: int | None = option(None, "images in each run, for a quick look [the scale's own]")
     workers: int | None = option(
         None, "runs at the same time [one for each GPU, or each core; on Ray, as many as there is room for]"
@@ -92,13 +96,11 @@ class Lab:
         self.place = open_place(options.on, options.workers, options.device, plan=options.plan)
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UserError(f"no directory {options.data!r}: give --data a directory with official files of datasets")
+        self.policies = listed_policies(options.policies or "")
         self.classes = None if options.classes is None else self._listed(options.classes)
         self.left_out: list[str] = []  # datasets that were not found
         self.seconds = 0.0  # of work for the results, whenever it was done
         self.origins: list[Origin] = []  # of the results
-        self._now = {name: value for name, value in origin(self.place.device).items() if name != "date"}
-        if self.place.name:  # which machine of a cluster does a job is not known before
-            del self._now["machine"]
 
     def pick(self, *, paper: T, cpu: T) -> T:
         """The value for this scale."""
@@ -174,11 +176,18 @@ class Lab:
     def _done(self, jobs: dict[str, Job]) -> set[str]:
         """The keys of the jobs that have a result, and with `redo` one that was measured as it would be now."""
         found = {key: origin_of(read_json(file)) for key, job in jobs.items() if (file := self._result(job)).exists()}
+        now = {key: self._origin_now(jobs[key]) for key in found}
         if self.options.redo:
-            return {key for key, one in found.items() if is_by(self._now, one)}
-        if line := difference(self._now, list(found.values())):
+            return {key for key, one in found.items() if is_by(now[key], one)}
+        if line := difference(list(now.values()), list(found.values())):
             say(line)
         return set(found)
+
+    def _origin_now(self, job: Job) -> Origin:
+        """What would measure a job now."""
+        now = origin(self.place.device, job.plugins)
+        unknown = ("date", "machine") if self.place.name else ("date",)  # which machine of a cluster will do a job
+        return {name: value for name, value in now.items() if name not in unknown}
 
     def _directory(self, job: Job) -> Path:
         """Where it runs; not needed once there is a result."""
@@ -190,8 +199,8 @@ class Lab:
     def _work(self, jobs: dict[Path, Job]) -> None:
         (self.out / "jobs").mkdir(exist_ok=True)
         if self.options.redo:
-            for directory in jobs:
-                if (begun := begun_by(directory)) and not is_by(self._now, begun):
+            for directory, job in jobs.items():
+                if (begun := begun_by(directory)) and not is_by(self._origin_now(job), begun):
                     shutil.rmtree(directory)
         work(jobs, self.place, lambda directory: (directory / RESULT).replace(self._result(jobs[directory])))
 
