@@ -115,13 +115,13 @@ def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys, 
 def test_policies_of_a_researcher_are_further_rows(shared, tmp_path, monkeypatch):
     """Each job in a process of its own; results that are there already are kept."""
     home = at_home(tmp_path / "home", monkeypatch)
-    words = ["labels", "--images", "2000", "--seeds", "1", "--out", str(home / "out")]
+    words = ["labels", "--images", "2000", "--seeds", "1", "--loss", "mine:decorrelated", "--out", str(home / "out")]
     assert main(["reproduce", *words, "--policies", "mine:Brightest?share=0.5,contrast"]) == 0
-    table = (home / "out" / "labels-2000" / "table.md").read_text()
+    table = (home / "out" / "labels-2000-mine.decorrelated" / "table.md").read_text()
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
     assert rows.count("| mine:Brightest?share=0.5") == rows.count("| Contrast Scoring") == 1
     assert "| Contrast Scoring less mine:Brightest?share=0.5" in rows
-    assert "--policies 'mine:Brightest?share=0.5,contrast'" in table
+    assert "--policies 'mine:Brightest?share=0.5,contrast' --images 2000 --loss mine:decorrelated" in table
     (own,) = (home / "out" / "jobs").glob("mine.Brightest-0-*.json")
     assert "+" in json.loads(own.read_text())["measured_by"]["code"]
     assert len(list((home / "out" / "jobs").iterdir())) == 8

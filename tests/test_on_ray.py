@@ -95,10 +95,11 @@ def test_the_table_is_the_local_one(ray_here, source, tmp_path):
     assert not list(ray_here.glob("streamclr-*"))
 
 
-def test_a_policy_of_a_researcher_is_sent_along(ray_here, source, tmp_path, monkeypatch):
+def test_a_policy_and_a_loss_of_a_researcher_are_sent_along(ray_here, source, tmp_path, monkeypatch):
     """The workers were started before its directory was known, as on another machine: they get its source."""
     at_home(tmp_path / "home", monkeypatch)
     words = [source, "--policies", "mine:Brightest?share=0.5", "--seeds", "1", "--images", "64"]
+    words += ["--loss", "mine:decorrelated?weight=2"]
     there, here = compared(tmp_path / "there", *words, "--on", "ray"), compared(tmp_path / "here", *words)
     forget("mine")
     assert there == here

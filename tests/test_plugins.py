@@ -1,7 +1,9 @@
 """Parts of a researcher by name, from a file outside of the package, in every command and process."""
 
 import json
+import math
 import os
+import re
 import signal
 import sys
 from contextlib import closing
@@ -9,17 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamclr import UserError
+from streamclr import Learner, UserError, resnet18
 from streamclr.base.files import read_json
 from streamclr.base.plugins import Plugin, bring, full_name, look_in, names_plugin, plugins_of
 from streamclr.cli.entry import main
 from streamclr.encoders.architecture import Architecture
-from streamclr.fleet.options import SimulateOptions
+from streamclr.fleet.options import SHARED, SimulateOptions, learner_options
 from streamclr.fleet.simulate import prepared, simulated
 from streamclr.policy import POLICIES, build_policy
+from streamclr.records.options import RunOptions
 from streamclr.sweeps.job import DESCRIPTION, Job
 from streamclr.sweeps.lab import Lab, LabOptions
-from support.images import make_folder
+from support.images import make_folder, random_images
 from support.plugins import POLICY, at_home, forget
 from support.runs import content
 
@@ -191,6 +194,60 @@ def test_a_run_keeps_the_hash_of_its_plugins_and_says_when_one_has_changed(home,
     assert "has changed" in (home / "changed" / "events.jsonl").read_text()
 
 
+PARTS = "--loss mine:decorrelated?weight=0.5 --views mine:shaded?least=0.7 --weak-view mine:turned".split()
+
+
+def test_a_loss_and_views_in_a_run_that_is_stopped_and_goes_on(home, source, monkeypatch):
+    words = ["run", source, *TINY, *PARTS, "--images", "64"]
+    assert main([*words, "--out", "whole"]) == 0
+    assert set(read_json(home / "whole" / "plugins.json")) == {"mine:decorrelated", "mine:shaded", "mine:turned"}
+    with monkeypatch.context() as patch:
+        patch.setattr("streamclr.runs.loop.Pace.due", lambda self: signal.raise_signal(signal.SIGTERM))
+        assert main([*words, "--out", "stopped"]) == 143
+    assert main([*words, "--out", "stopped"]) == 0
+    assert content(home / "stopped") == content(home / "whole")
+
+
+def test_parts_by_name_in_python(home):
+    look_in(str(home))
+    learner = Learner(
+        resnet18(2), "mine:Brightest?share=0.5", 8, loss="mine:decorrelated?weight=0.5", views="mine:shaded?least=0.7",
+        weak_view="mine:turned", device="cpu",
+    )  # fmt: skip
+    assert learner.policy.share == 0.5
+    assert math.isfinite(learner.learn_many(random_images(8)).loss)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--loss mine:decorrelate", "mine has no function decorrelate: .*did you mean 'decorrelated'"),
+        ("--loss mine:decorrelated?wait=1", "the loss mine:decorrelated has no option 'wait': .*use weight"),
+        ("--loss mine:decorrelated?weight=x", "option weight is 'x': use a number"),
+        ("--loss mine:NUMBER", r"mine has no function NUMBER \(it is of the type int\)"),
+        ("--loss mine:Brightest", "mine:Brightest cannot be called: .* a function of z0 and z1"),
+        ("--views mine:shades", "mine has no function shades"),
+        ("--views nowhere:shaded", "no module nowhere for the views nowhere:shaded"),
+        ("--weak-view mine:turn", "mine has no function turn: .*did you mean 'turned'"),
+        ("--weak-view flipp", "no weak view 'flipp': did you mean 'flip'"),
+    ],
+)
+def test_what_cannot_be_another_part_is_one_line(home, source, words, told, capsys):
+    assert main(["run", source, *TINY, *words.split(), "--out", str(home / "run")]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    assert re.search(told, said), said
+    assert not (home / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss", "mine:decorrelated"), ("views", "mine:shaded")])
+def test_a_server_cannot_name_a_part_of_a_device(name, value):
+    sent = {option: getattr(RunOptions(), option) for option in SHARED} | {name: value}
+    with pytest.raises(UserError, match=rf"a fleet has one of streamclr's own \w+, not '{value}'"):
+        learner_options(sent, {})
+    assert "mine" not in sys.modules
+
+
 def test_a_run_without_plugins_keeps_no_hash(home, source):
     assert main(["run", source, *TINY, "--policy", "fifo", "--images", "16", "--out", "run"]) == 0
     assert not (home / "run" / "plugins.json").exists()
@@ -202,7 +259,7 @@ def test_a_run_is_named_by_the_class(home, source):
 
 
 def test_compare(home, source):
-    words = [source, *TINY, "--policies", "mine:Brightest?share=0.5,fifo", "--seeds", "1", "--images", "48"]
+    words = [source, *TINY, *PARTS, "--policies", "mine:Brightest?share=0.5,fifo", "--seeds", "1", "--images", "48"]
     assert main(["compare", *words, "--out", "here"]) == 0
     assert list(read_json(home / "here" / "results.json")["accuracy"]) == ["mine:Brightest?share=0.5", "fifo"]
     assert (home / "here" / "mine.Brightest,share=0.5-0" / "plugins.json").is_file()
@@ -210,7 +267,7 @@ def test_compare(home, source):
 
 @pytest.mark.system
 def test_compare_in_other_processes(home, source):
-    words = [source, *TINY, "--policies", "mine:Brightest?share=0.5,fifo", "--seeds", "1", "--images", "48"]
+    words = [source, *TINY, *PARTS, "--policies", "mine:Brightest?share=0.5,fifo", "--seeds", "1", "--images", "48"]
     assert main(["compare", *words, "--out", "here"]) == 0
     assert main(["compare", *words, "--out", "there", "--on", "cores"]) == 0
     tables = [read_json(home / at / "results.json")["accuracy"] for at in ("here", "there")]

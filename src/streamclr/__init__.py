@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from streamclr.encoders.resnet import resnet18, resnet34, resnet50
     from streamclr.guards import Guarded
     from streamclr.learner import Learner, Step
-    from streamclr.loss import nt_xent
+    from streamclr.loss import BYOL, Loss, TargetNetwork, barlow_twins, nt_xent, vicreg
     from streamclr.models.card import Card
     from streamclr.models.pretrained import Pretrained, from_pretrained, save_pretrained
     from streamclr.policy import (
@@ -39,7 +39,7 @@ _MODULES = {
     "encoders.resnet": ["resnet18", "resnet34", "resnet50"],
     "guards": ["Guarded"],
     "learner": ["Learner", "Step"],
-    "loss": ["nt_xent"],
+    "loss": ["BYOL", "Loss", "TargetNetwork", "barlow_twins", "nt_xent", "vicreg"],
     "models.card": ["Card"],
     "models.pretrained": ["Pretrained", "from_pretrained", "save_pretrained"],
     "policy": [

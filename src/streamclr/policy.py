@@ -2,6 +2,7 @@
 
 import math
 import random
+from copy import deepcopy
 from typing import Any, Protocol
 
 import numpy as np
@@ -349,6 +350,24 @@ def policy_state(policy: Policy) -> dict[str, Any]:
 def load_policy_state(policy: Policy, state: dict[str, Any]) -> None:
     if hasattr(policy, "load_state_dict"):
         policy.load_state_dict(state)
+
+
+def load_saved_policy(policy: Policy, state: dict[str, Any], name: str | None) -> None:
+    """Load what a learner has saved; if it does not fit, the policy is as before.
+
+    name: of the policy that was saved; None in a state of an older version.
+    """
+    own, own_name = deepcopy(policy_state(policy)), policy_name(policy)
+    saved = name or f"with the state ({', '.join(state)})"
+    told = f"the saved state is of the policy {saved}, this learner has {own_name}"
+    what_to_do = "give the learner the policy that was saved"
+    if name not in (None, own_name) or (state and not hasattr(policy, "load_state_dict")):
+        raise UserError(f"{told}: {what_to_do}")
+    try:
+        load_policy_state(policy, state)
+    except Exception as error:  # noqa: BLE001 (any class may be a policy)
+        load_policy_state(policy, own)
+        raise UserError(f"{told} with ({', '.join(own)}), {error!r}: {what_to_do}") from None
 
 
 def policy_name(policy: Policy) -> str:

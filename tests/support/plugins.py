@@ -23,7 +23,27 @@ class Brightest:
 """
 assert len([line for line in POLICY.splitlines() if line]) <= 15
 
+# A loss, in ten.
+LOSS = """
+from torch.nn import functional as F
+
+def decorrelated(z0, z1, weight: float = 1.0):
+    agree = (z0 - z1).square().sum(1).mean()
+    z = F.normalize(z0 - z0.mean(0), dim=0)
+    return agree + weight * (z.T @ z).square().mean()
+"""
+assert len([line for line in LOSS.splitlines() if line]) <= 10
+
 MORE = """
+def shaded(images, generator, least: float = 0.5):
+    light = torch.rand(len(images), 1, 1, 1, generator=generator) * (1 - least) + least
+    return images / 255 * light
+
+
+def turned(images):
+    return images.flip(-1, -2)
+
+
 def function(pool, size, model):
     return torch.arange(size)
 
@@ -41,7 +61,7 @@ def forget(*modules):
 def at_home(directory, monkeypatch):
     """A directory with `mine.py`, in which commands are given, as those of `streamclr` are: it is not on the path."""
     directory.mkdir(exist_ok=True)
-    (directory / "mine.py").write_text(POLICY + MORE)
+    (directory / "mine.py").write_text(POLICY + LOSS + MORE)
     monkeypatch.chdir(directory)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(directory))])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # it is as before afterwards

@@ -36,6 +36,9 @@ KINDS = {
         "policy", "streamclr.policies", "package.module:Class", "a class with keep(pool, size, model)", method="keep"
     ),
     "encoder": Kind("encoder", "streamclr.encoders", "package.module:function", "a function", 0),
+    "loss": Kind("loss", "streamclr.losses", "package.module:name", "a function of z0 and z1, or a Loss", 2),
+    "views": Kind("views", "streamclr.views", "package.module:name", "a function of images and a generator", 2),
+    "weak_view": Kind("weak view", "streamclr.weak_views", "package.module:function", "a function of images", 1),
 }
 UTF_8 = ("utf-8", "surrogateescape")  # and back again, whatever a file is written in
 LIBRARIES = ("hf", "timm")  # of encoders: before a colon they name no module
@@ -94,7 +97,13 @@ def _imported(kind: Kind, where: str) -> Any:
 
 def takes(kind: str, name: str, built_in: Mapping[str, Any]) -> list[str]:
     """The names of the options of what has this name. name: without options."""
-    return list(inspect.signature(find(kind, name, built_in)).parameters)[KINDS[kind].n_arguments or 0 :]
+    found = find(kind, name, built_in)
+    return list(inspect.signature(found).parameters)[_n_arguments(kind, found) :]
+
+
+def _n_arguments(kind: str, found: Any) -> int:
+    """Before the options: a function takes them with its arguments, a class before."""
+    return 0 if inspect.isclass(found) else KINDS[kind].n_arguments or 0
 
 
 def make(kind: str, text: str, built_in: Mapping[str, Any], **usual: Any) -> Any:
@@ -106,11 +115,12 @@ def make(kind: str, text: str, built_in: Mapping[str, Any], **usual: Any) -> Any
     found, own = find(kind, name, built_in), takes(kind, name, built_in)
     chosen = {key: value for key, value in usual.items() if key in own and value is not None} | given
     what = f"the {KINDS[kind].what} {name}"
-    if inspect.isclass(found):
-        return opts.build(found, chosen, what)
-    if not chosen:
-        return found
-    return partial(found, **opts.converted(found, chosen, what, KINDS[kind].n_arguments or 0))
+    if not inspect.isclass(found):
+        return partial(found, **opts.converted(found, chosen, what, _n_arguments(kind, found))) if chosen else found
+    made = opts.build(found, chosen, what)
+    if KINDS[kind].n_arguments is not None and not callable(made):
+        raise UserError(f"{name} cannot be called: {what.partition(' ')[2]} is to be {KINDS[kind].is_a}")
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The encoder f with its projection head g (Sec. II-A), and the encoder alone, frozen."""
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ class ContrastiveModel(nn.Module):
     mean: Tensor
     std: Tensor
     in_bf16: bool = False  # whether the encoder computes in bfloat16 while it is trained
+    weak_view: Callable[[Tensor], Tensor] | None = None  # by which its contrast score is computed; None: the flip
     max_chunk: int | None = None  # images of one forward pass in inference, where memory is limited
 
     def __init__(self, encoder: nn.Module, projection_size: int = 128, projection: str = "plain"):
         super().__init__()
         self.n_features = n = count_features(encoder)
-        self.encoder, self.projection = encoder, projection
+        self.encoder, self.projection, self.projection_size = encoder, projection, projection_size
         self.head = make_projection(projection, n, projection_size)
         for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
             self.register_buffer(name, torch.tensor(getattr(encoder, f"image_{name}", usual)).view(3, 1, 1))

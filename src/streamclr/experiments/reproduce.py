@@ -15,7 +15,8 @@ from streamclr.base.statistics import seeds_note
 from streamclr.experiments.beyond import adapt, asked, fleet, iid, large_buffer, recipe, stc, sweep, unusable
 from streamclr.experiments.findings import Findings
 from streamclr.experiments.paper import buffer, curves, gradient, labels, lazy
-from streamclr.sweeps.lab import Lab, LabOptions
+from streamclr.sweeps.job import USUAL
+from streamclr.sweeps.lab import OF_EVERY_RUN, Lab, LabOptions
 from streamclr.sweeps.origin import listed
 
 SCRIPTS = (labels, curves, lazy, buffer, gradient, stc, iid, large_buffer, sweep, unusable, asked, fleet, adapt, recipe)
@@ -44,16 +45,17 @@ def reproduce(config: ReproduceOptions) -> Path:
     findings = EXPERIMENTS[config.name](lab)
     scale = "" if config.scale == "cpu" else f"-{config.scale}"  # another scale or number of images has its directory
     title = config.name + scale + (f"-{config.images}" if config.images else "")
-    title += f"-{config.precision}" if config.precision != "fp32" else ""
+    others = {name: value for name in OF_EVERY_RUN if (value := getattr(config, name)) != USUAL[name]}
+    title = "-".join([title, *map(opts.file_name, others.values())])
     title += f"-{Path(config.classes).stem}" if config.classes else ""
     directory = _place(lab.out / title, config.seeds, findings)
     directory.mkdir(exist_ok=True)
     images = f" --images {config.images}" if config.images else ""
     data = " --data DIR" if config.data else ""
-    precision = f" --precision {config.precision}" if config.precision != "fp32" else ""
+    other = "".join(f" --{name} {shlex.quote(value)}" for name, value in others.items())
     classes = f" --classes {Path(config.classes).name}" if config.classes else ""
     policies = f" --policies {shlex.quote(config.policies)}" if config.policies else ""
-    how = f"--scale {config.scale} --seeds {config.seeds}{policies}{images}{data}{precision}{classes}"
+    how = f"--scale {config.scale} --seeds {config.seeds}{policies}{images}{data}{other}{classes}"
     command = f"streamclr reproduce {config.name} {how}"
     facts = {
         "command": command,
