@@ -45,7 +45,7 @@ def test_links_lead_somewhere(page):
         assert link.startswith("http") or (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("name", ["own-parts"])
+@pytest.mark.parametrize("name", ["own-parts", "own-data"])
 def test_programs_run(name):
     """Block after block, as somebody would try them."""
     page, known = ROOT / "docs" / f"{name}.md", {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamclr.base.errors import UserError
     from streamclr.buffer import Buffer
+    from streamclr.classifier import Accuracy, Head, draw_labelled, knn_probe, linear_probe, train_head
     from streamclr.encoders.compact import compact
     from streamclr.encoders.mobilenet import mobilenet_v2
     from streamclr.encoders.projection import FeatureExtractor
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
         ScoredReservoir,
         SelectiveBackprop,
     )
+    from streamclr.runs.evaluation import evaluate
     from streamclr.score import contrast_score
+    from streamclr.stage_two import choose_classifier, features_of, fine_tune, fit_linear
+    from streamclr.streams.datasets.images import ArrayImages, Source
     from streamclr.streams.stream import open_stream
     from streamclr.views import StrongViews
 
 _MODULES = {
     "base.errors": ["UserError"],
     "buffer": ["Buffer"],
+    "classifier": ["Accuracy", "Head", "draw_labelled", "knn_probe", "linear_probe", "train_head"],
     "encoders.compact": ["compact"],
     "encoders.mobilenet": ["mobilenet_v2"],
     "encoders.projection": ["FeatureExtractor"],
@@ -53,7 +58,10 @@ _MODULES = {
         "ScoredReservoir",
         "SelectiveBackprop",
     ],
+    "runs.evaluation": ["evaluate"],
     "score": ["contrast_score"],
+    "stage_two": ["choose_classifier", "features_of", "fine_tune", "fit_linear"],
+    "streams.datasets.images": ["ArrayImages", "Source"],
     "streams.stream": ["open_stream"],
     "views": ["StrongViews"],
 }

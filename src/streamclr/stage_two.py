@@ -13,9 +13,9 @@ from torch import Tensor
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.base.progress import Progress
-from streamclr.classifier import Head, checked_labels
+from streamclr.classifier import Head, checked_features, checked_labels
 from streamclr.encoders.inference import checked_images, infer, seeded
-from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.projection import ContrastiveModel, model_of
 from streamclr.encoders.stages import set_trained
 from streamclr.views import StrongViews
 
@@ -68,6 +68,7 @@ def fit_linear(
     groups: a number for each label; labels of one group, as frames of one track, are held back together.
     decay: of the weights; default: chosen by cross-validation.
     """
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     weights = _checked_weights(weights, labels)
     if decay is None:
@@ -98,6 +99,7 @@ def cross_validate(
     Only labels that a person gave are tested. A label is tested with the decay that is best for the other folds, so
     that the choice does not flatter the result.
     """
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     weights = _checked_weights(weights, labels)
     groups = _checked_groups(groups, labels)
@@ -225,6 +227,7 @@ def fine_tune(
     flip: whether views may be mirrored, which changes the meaning of signs and text.
     smoothing: of the labels, 0 to 1.
     """
+    model = model_of(model)
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
     weights = _checked_weights(weights, labels)
     if head not in ("zeros", "linear"):
@@ -327,11 +330,20 @@ def _rows_of(images: Tensor | ImagesByNumber, rows: Tensor) -> Tensor:
     return checked_images(images[rows] if isinstance(images, Tensor) else images(rows.numpy()), "a labelled image")
 
 
-def features_of(model: ContrastiveModel, images: Tensor | ImagesByNumber, n: int) -> Tensor:
-    """Of n images, n x d on the CPU."""
-    return torch.cat(
-        [infer(model, _rows_of(images, rows), model.features).cpu() for rows in torch.arange(n).split(256)]
-    )
+def features_of(model: Any, images: Tensor | np.ndarray | ImagesByNumber, n: int | None = None) -> Tensor:
+    """Features of images, n x d on the CPU, the encoder frozen in eval mode.
+
+    model: a Learner, its model or its extractor().
+    images: uint8, n x 3 x H x W; or a function that gives those of row numbers, and n.
+    """
+    own = model_of(model)
+    if not callable(images):
+        images = checked_images(images, "the batch")
+        n = len(images)
+    if n is None:
+        raise UserError("n is missing: say how many images the function gives")
+    chunks = torch.arange(n).split(256)
+    return torch.cat([infer(own, _rows_of(images, rows), own.features).cpu() for rows in chunks])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -391,6 +403,7 @@ def choose_classifier(
     unlabelled: other frames of the stream, for self-training; none of a scene that has a label.
     tuning: other options of `fine_tune`.
     """
+    model = model_of(model)
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
     weights, groups = _checked_weights(weights, labels), _checked_groups(groups, labels)
     models = [model] if public is None else [model, public]

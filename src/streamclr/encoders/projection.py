@@ -105,6 +105,14 @@ class FeatureExtractor:
         return infer(self.model, checked_images(images, "the batch"), self.model.features).cpu()
 
 
+def model_of(given: Any) -> ContrastiveModel:
+    """A model itself, or that of a Learner, a Pretrained or a FeatureExtractor."""
+    found = given if isinstance(given, ContrastiveModel) else getattr(given, "model", None)
+    if not isinstance(found, ContrastiveModel):
+        raise UserError(f"a {type(given).__name__} is no model: give a Learner, its model or its extractor()")
+    return found
+
+
 def count_features(encoder: nn.Module) -> int:
     """How many features an encoder gives: its `n_features`, or what comes out of a blank image."""
     if isinstance(n := getattr(encoder, "n_features", None), int):

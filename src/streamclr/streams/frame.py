@@ -85,7 +85,7 @@ def open_frame(file: Path | bytes, spare: Spare = lambda width, height: 1.0, max
             ImageOps.exif_transpose(opened, in_place=True)
         if before[0] != before[1]:  # it may be damaged, and the picture not turned
             upright = (width, height) if opened.size == before else (height, width)
-        return Frame(_eight_bits(opened, _name(file)), upright)
+        return Frame(eight_bits(opened, _name(file)), upright)
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -195,7 +195,7 @@ def _webp_size(head: bytes) -> tuple[int, int] | None:
     return width & 0x3FFF, height & 0x3FFF
 
 
-def _eight_bits(image: Image.Image, what: str) -> Image.Image:
+def eight_bits(image: Image.Image, what: str) -> Image.Image:
     """The picture in RGB, or in RGBA if anything in it may be transparent."""
     # What Pillow reads as 32-bit numbers has 16 bits in a PNG or PPM, and any range elsewhere.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
