@@ -56,6 +56,9 @@ class Head(nn.Module):
         load_weights(head, dict(state), where)
         return head.eval().requires_grad_(False)
 
+    def __repr__(self) -> str:
+        return f"Head({self.linear.in_features} features, {self.linear.out_features} classes)"
+
     def fit_scale(self, features: Tensor, weights: Tensor | None = None) -> None:
         """weights: of the rows; a row of twice the weight counts as two."""
         if weights is None:

@@ -21,7 +21,7 @@ from streamclr.compute.chunked import backward, check_can_chunk
 from streamclr.compute.finite import all_finite, check_finite
 from streamclr.compute.memory import MemoryPlan, make_plan
 from streamclr.compute.ranks import OneProcess
-from streamclr.encoders.architecture import SCRATCH_ENCODERS
+from streamclr.encoders.architecture import SCRATCH_ENCODERS, encoder_name
 from streamclr.encoders.compact import compact
 from streamclr.encoders.inference import checked_images, seeded
 from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
@@ -194,6 +194,11 @@ class Learner:
         if compile and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
             raise UserError("compile needs a C++ compiler, and none was found: install g++, or leave compile out")
         self._trained: nn.Module = torch.compile(self.model) if compile else self.model  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        room = self.buffer.size if self._buffer_bytes is None or self.buffer.n_seen else self._buffer_bytes
+        held = f"buffer {len(self.buffer)} of {room}"
+        return f"Learner({encoder_name(self.model)}, {held}, step {self.n_steps})"
 
     @property
     def encoder(self) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from streamclr.base import plugins
 from streamclr.base.errors import UserError
+from streamclr.base.options import shown
 from streamclr.encoders.inference import infer_views
 from streamclr.encoders.projection import ContrastiveModel
 
@@ -94,6 +95,11 @@ class Loss(nn.Module):
         super().__init__()
         self.function = function
         self.target: nn.Module | None = None
+
+    def __repr__(self) -> str:
+        if self.function is None:
+            return shown(self)
+        return f"Loss({getattr(self.function, '__name__', self.function)})"
 
     def begin(self, model: ContrastiveModel) -> None:
         """Called once, before the first step: make the parts that depend on the model."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from streamclr.base import options as opts
 from streamclr.base import plugins
 from streamclr.base.errors import UserError
-from streamclr.base.options import checked_seed, one_of
+from streamclr.base.options import checked_seed, one_of, shown
 from streamclr.base.statistics import uniform
 from streamclr.buffer import Buffer, Pool
 from streamclr.compute.fast_scoring import PRECISIONS, fastest
@@ -47,6 +47,8 @@ class ContrastScoring:
     fresh: the share of the buffer that is replaced in a step at least. Scores fall as the encoder learns, so that with
         lazy scoring an old score is a high one, and the buffer would hardly move.
     """
+
+    __repr__ = shown
 
     def __init__(self, rescore_every: int = 1, precision: str = "fp32", duplicate: float = 0.5, fresh: float = 0.0):
         if rescore_every < 1:
@@ -116,6 +118,8 @@ MIN_RANK_CORRELATION = 0.98  # Spearman's, of the fast with the exact score
 class FIFOReplace:
     """Keep the newest images; with segments as large as the buffer this is the same as no buffer."""
 
+    __repr__ = shown
+
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         return pool.arrival.topk(size).indices
 
@@ -123,8 +127,10 @@ class FIFOReplace:
 class _Seeded:
     """A private generator and its state, for policies that draw at random."""
 
+    __repr__ = shown
+
     def __init__(self, seed: int = 0):
-        self.generator = torch.Generator().manual_seed(checked_seed(seed))
+        self.seed, self.generator = seed, torch.Generator().manual_seed(checked_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}
@@ -219,6 +225,8 @@ class MinRed:
     Features are computed once, when an image arrives: the encoder changes slowly, so that they stay comparable.
     """
 
+    __repr__ = shown
+
     def __init__(self) -> None:
         self._features = torch.empty(0, 0)  # of the images that were kept, unit length
         self._arrivals = torch.empty(0, dtype=torch.long)
@@ -266,6 +274,8 @@ class Mixture:
     share: of the buffer, by score.
     rescore_every: as of ContrastScoring.
     """
+
+    __repr__ = shown
 
     def __init__(self, share: float = 0.5, rescore_every: int = 20, seed: int = 0):
         if not 0 <= share <= 1:

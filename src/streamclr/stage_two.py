@@ -374,6 +374,9 @@ class Chosen(NamedTuple):
     n_held_back: int = 0
     tried: tuple[tuple[str, int], ...] = ()  # each candidate, and how many of them it had right
 
+    def __repr__(self) -> str:
+        return f"Chosen({self.why})"
+
     @property
     def accuracy(self) -> float | None:
         return self.right / self.n_held_back if self.n_held_back else None

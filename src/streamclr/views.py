@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamclr.base import plugins
 from streamclr.base.errors import UserError
+from streamclr.base.options import shown
 from streamclr.encoders.inference import as_float
 
 GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma
@@ -24,7 +25,7 @@ class Views(Protocol):
     Views with `draw` and `apply`, as StrongViews has them, can be made in chunks; others are made all at once.
     """
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def __call__(self, images: Tensor, generator: torch.Generator, /) -> Tensor:
         """One view of each stored uint8 image: n x 3 x height x width in [0, 1]."""
 
 
@@ -106,6 +107,8 @@ class StrongViews:
                 raise UserError(f"{name} is {probability}: use a probability, 0 to 1")
         self.scale, self.strength, self.jitter, self.grey, self.blur = scale, strength, jitter, grey, blur
         self.flip, self.side = flip, side
+
+    __repr__ = shown
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """One view of each stored uint8 image: n x 3 x (side H) x (side W) in [0, 1], on the images' device."""

@@ -94,6 +94,15 @@ def parse_size(text: str | int, name: str = "memory") -> int:
     return int(size)
 
 
+def shown(part: object) -> str:
+    """`Name(argument=value)`, with the arguments of its class that are not the usual ones, for a `__repr__`."""
+    parameters = inspect.signature(type(part)).parameters.values()
+    values = {one.name: getattr(part, one.name) for one in parameters if hasattr(part, one.name)}
+    usual = {one.name: one.default for one in parameters}
+    changed = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != usual[name])
+    return f"{type(part).__name__}({changed})"
+
+
 def option(default: Any, help: str) -> Any:
     """A field of a command's options. A default of "" means that the user must give it."""
     return field(default=default, metadata={"help": help, "positional": False})

@@ -105,6 +105,14 @@ class Architecture(NamedTuple):
         raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
 
 
+def encoder_name(model: ContrastiveModel) -> str:
+    """For people: of streamclr's own encoders the name, of others the class."""
+    try:
+        return Architecture.of(model).encoder
+    except UserError:
+        return type(model.encoder).__name__
+
+
 def _refuse(encoder: str, **options: int | str | None) -> None:
     """Options of which this encoder has no choice."""
     for name, value in options.items():

@@ -100,6 +100,9 @@ class FeatureExtractor:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.n_features = model.n_features
 
+    def __repr__(self) -> str:
+        return f"FeatureExtractor({type(self.model.encoder).__name__}, {self.n_features} features)"
+
     def __call__(self, images: Tensor | np.ndarray) -> Tensor:
         """Features of uint8 images, n x 3 x H x W: n x n_features, on the CPU."""
         return infer(self.model, checked_images(images, "the batch"), self.model.features).cpu()

@@ -13,9 +13,8 @@ from streamclr.base.errors import UserError
 from streamclr.base.progress import Progress, say
 from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Accuracy, Head, checked_labels, draw_labelled, knn_probe, linear_probe, train_head
-from streamclr.encoders.inference import infer, seeded
+from streamclr.encoders.inference import checked_images, infer, seeded
 from streamclr.encoders.projection import ContrastiveModel, model_of
-from streamclr.learner import checked_images
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan
@@ -33,10 +32,9 @@ from streamclr.stage_two import (
     fit_linear,
     self_train,
 )
-from streamclr.streams.datasets.images import Images, readable
+from streamclr.streams.datasets.images import Images, Source, readable
 from streamclr.streams.datasets.own import as_images, is_images
 from streamclr.streams.frame import BadFrame
-from streamclr.streams.spec import Source
 from streamclr.streams.stream import Stream
 from streamclr.views import StrongViews
 

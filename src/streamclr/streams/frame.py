@@ -149,7 +149,7 @@ def _silence_libtiff() -> None:
     Where Pillow's library does not show its symbols (Windows) the messages stay; they do no harm.
     """
     with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(Image.core.__file__)  # with the libraries that it is linked to
+        library = ctypes.CDLL(Image.core.__file__)  # type: ignore[attr-defined]  # with the libraries that it is linked to
         for function in (library.TIFFSetErrorHandler, library.TIFFSetWarningHandler):
             function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_void_p
             function(None)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
+from streamclr.base.options import redacted
 from streamclr.scenes import find_scenes
 from streamclr.streams.account import MAX_NAMED, Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
@@ -52,6 +53,11 @@ class Stream(Protocol):
     def fps(self) -> float | None:
         """Frames a second, where that is known before they come."""
         return None
+
+    def __repr__(self) -> str:
+        what = ", ".join(redacted(name) for name in self.places)
+        length = "" if self.n_images is None else f" of {self.n_images:,}"
+        return f"{type(self).__name__}({what}, at image {self.position:,}{length})"
 
     def segments(
         self,

@@ -63,7 +63,7 @@ class OnRay:
         self.name = f"Ray, {len(machines)} machine{'s' * (len(machines) != 1)}"
         self.workers, self._max_tasks = min(workers or room, room) or 1, workers
         self._sweep = secrets.token_hex(4)
-        self._tasks: dict[ObjectRef, tuple[str, Path]] = {}
+        self._tasks: dict[ObjectRef[Any], tuple[str, Path]] = {}
         resources = {"num_cpus": self.threads, "num_gpus": needs.get("GPU", 0)}
         self._do = ray.remote(**resources, max_retries=N_RETRIES, retry_exceptions=[Killed])(do)
         self._counts = ray.remote(num_cpus=0, max_restarts=-1)(Counts).remote()

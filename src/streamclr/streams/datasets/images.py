@@ -123,6 +123,10 @@ class ArrayImages(Images):
     def __len__(self) -> int:
         return len(self._images)
 
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self._images.shape))
+        return f"ArrayImages({shape}, {len(self.classes)} classes{'' if self.tracks is None else ', tracks'})"
+
     def images(self, numbers: np.ndarray) -> np.ndarray:
         return _resized(self._images[numbers], self.size)
 
