@@ -83,7 +83,9 @@ def in_process(monkeypatch):
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy", "recipe"), pytest.mark.system)  # tens of runs
+TIER = dict.fromkeys(
+    ("buffer", "curves", "iid", "labels", "lazy", "recipe", "weak-views"), pytest.mark.system
+)  # tens of runs
 TIER |= dict.fromkeys(
     ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt"), pytest.mark.long
 )  # of the same kind, or minutes

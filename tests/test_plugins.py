@@ -314,6 +314,20 @@ def test_reproduce_refuses_in_one_line(home, words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.system
+def test_a_fleet_of_flowers_engine(home, tmp_path):
+    """Whose processes it starts."""
+    pytest.importorskip("flwr")
+    pytest.importorskip("ray")
+    for part in ("train", "val"):
+        make_folder(tmp_path / "split" / part, 20, 8)
+    words = f"fleet simulate --source folder:{tmp_path / 'split'} --stc 5 --split stc --devices 2 --rounds 1".split()
+    words += "--round-images 16 --buffer 8 --width 1 --stem small --workers 1 --patience 1000 --out fleet".split()
+    assert main([*words, "--policy", "mine:Brightest?share=0.5"]) == 0
+    for device in ("0000", "0001"):
+        assert read_json(home / "fleet" / "devices" / device / "plugins.json").keys() == {"mine:Brightest"}
+
+
 def test_a_fleet(home, source):
     look_in(str(home))
     asked = SimulateOptions(

@@ -18,6 +18,7 @@ from streamclr.base.options import parse_size
 from streamclr.base.tensors import checked_weights
 from streamclr.buffer import Buffer, n_that_fit
 from streamclr.compute.chunked import backward, check_can_chunk
+from streamclr.compute.device import find_device
 from streamclr.compute.finite import all_finite, check_finite
 from streamclr.compute.memory import MemoryPlan, make_plan
 from streamclr.compute.ranks import OneProcess
@@ -423,15 +424,3 @@ class Learner:
 
 
 STATE_KEYS = ("n_steps", "model", "optimizer", "buffer", "policy", "generator")  # in states of every version
-
-
-def find_device(name: torch.device | str | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise UserError(f"no device {name!r}: use cpu or cuda") from None
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device.type):
-        raise UserError(f"no device {name!r} on this machine or in this build of torch: use cpu")
-    return device

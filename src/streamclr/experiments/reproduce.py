@@ -12,18 +12,45 @@ from streamclr.base.files import read_json, write_json
 from streamclr.base.options import argument
 from streamclr.base.plots import save_plot
 from streamclr.base.statistics import seeds_note
-from streamclr.experiments.beyond import adapt, asked, fleet, iid, large_buffer, recipe, stc, sweep, unusable
+from streamclr.experiments.beyond import (
+    adapt,
+    asked,
+    fleet,
+    iid,
+    large_buffer,
+    recipe,
+    stc,
+    sweep,
+    unusable,
+    weak_views,
+)
 from streamclr.experiments.findings import Findings
 from streamclr.experiments.paper import buffer, curves, gradient, labels, lazy
 from streamclr.sweeps.job import USUAL
 from streamclr.sweeps.lab import OF_EVERY_RUN, Lab, LabOptions
 from streamclr.sweeps.origin import listed
 
-SCRIPTS = (labels, curves, lazy, buffer, gradient, stc, iid, large_buffer, sweep, unusable, asked, fleet, adapt, recipe)
+SCRIPTS = (
+    labels,
+    curves,
+    lazy,
+    buffer,
+    gradient,
+    stc,
+    iid,
+    large_buffer,
+    sweep,
+    unusable,
+    asked,
+    fleet,
+    adapt,
+    recipe,
+    weak_views,
+)
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     script.__name__.rpartition(".")[2].replace("_", "-"): script.experiment for script in SCRIPTS
 }
-NO_POLICIES = ("lazy", "gradient", "sweep", "unusable", "asked", "fleet")
+NO_POLICIES = ("lazy", "gradient", "sweep", "unusable", "asked", "fleet", "weak-views")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from streamclr.base.files import held, json_line, near, read_json, write_json
 from streamclr.base.plugins import plugins_of
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_tensors, load_weights, save_tensors
+from streamclr.compute.device import find_device
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
-from streamclr.learner import Learner, Step, find_device
+from streamclr.learner import Learner, Step
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.plan import RunPlan
 from streamclr.streams.spec import split_source

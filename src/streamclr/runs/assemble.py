@@ -4,13 +4,14 @@ from pathlib import Path
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
+from streamclr.compute.device import find_device
 from streamclr.compute.fast_scoring import check_precision
 from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.weights import INITS, model_from
 from streamclr.guards import Guarded
-from streamclr.learner import Learner, find_device
+from streamclr.learner import Learner
 from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import ContrastScoring, Policy, build_policy, policy_options
 from streamclr.recipe import PAPER

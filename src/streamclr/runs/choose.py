@@ -89,6 +89,9 @@ def command(plan: RunPlan) -> str:
 def _flags(plan: RunPlan) -> Iterator[str]:
     for name in ("encoder", "init", "size", "train", "policy", "buffer", "batch", "segment"):
         yield f"--{name} {shlex.quote(str(getattr(plan, name)))}"
+    for name in ("loss", "views", "weak_view"):
+        if (value := getattr(plan, name)) != getattr(RunOptions, name):
+            yield f"--{name.replace('_', '-')} {shlex.quote(value)}"
 
 
 def _seconds(seconds: float) -> str:
