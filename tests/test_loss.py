@@ -118,6 +118,14 @@ class OwnQueue(Loss):
         return F.cross_entropy(logits, torch.zeros(len(z0), dtype=torch.long))
 
 
+class Stateful:
+    def __call__(self, z0, z1):
+        return own_function(z0, z1)
+
+    def state_dict(self):
+        return {}
+
+
 MAKERS = {name: lambda name=name: name for name in LOSSES} | {
     "vicreg, options": lambda: "vicreg?covariance=4",
     "byol, momentum": lambda: "byol?momentum=0.5&width=16",
@@ -304,6 +312,7 @@ def test_equal_views_that_vary_have_no_loss_left():
         ("byol?width=0", "width is 0: use at least 1"),
         (BYOL, "give a function of z0 and z1, or a Loss, as BYOL"),
         (7, "loss is 7: give a function"),
+        (Stateful(), "the loss Stateful has a state that would not be saved: derive it from Loss"),
         (lambda z0, z1: 0.5, "the loss returned a float: return one number with gradient"),
         (lambda z0, z1: (z0 * z1).sum(1), r"the loss returned a tensor of shape \(8,\)"),
         (lambda z0, z1: z0.detach().sum(), r"the loss returned a tensor of shape \(\) without gradient"),

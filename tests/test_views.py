@@ -175,6 +175,14 @@ def noisy(images, generator):
     return (images / 255 + 0.1 * torch.randn(images.shape)).clamp(0, 1)
 
 
+class Drawing:
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __call__(self, images, generator):
+        return crops(images, self.generator)
+
+
 OWN = {"crops": crops, "noisy": noisy, "strong": "strong", "strong, options": "strong?blur=0.5&strength=1"}
 
 
@@ -223,6 +231,7 @@ def test_views_that_are_made_all_at_once_count_in_the_memory_plan():
         ("strong?scale=0.3", "option scale is '0.3', and cannot be given as text"),
         (StrongViews, r"give a function of images and a generator, as StrongViews\(\)"),
         (3, "views is 3: give a function"),
+        (Drawing(), "the views Drawing hold a random generator of their own: draw from the one that they are called"),
     ],
 )
 def test_what_cannot_be_views(views, told):

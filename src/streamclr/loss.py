@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import shown
-from streamclr.encoders.inference import infer_views
+from streamclr.encoders.inference import holds_generator, infer_views
 from streamclr.encoders.projection import ContrastiveModel
 
 # Losses without state: z0[i] and z1[i] are the unit projections of the two views of image i, n x d each.
@@ -184,6 +184,8 @@ def build_loss(loss: str | Callable[..., Tensor], temperature: float | None = No
     made = plugins.make("loss", loss, LOSSES, temperature=temperature) if isinstance(loss, str) else loss
     if inspect.isclass(made) or not callable(made):
         raise UserError(f"loss is {made!r}: give {plugins.KINDS['loss'].is_a}, as BYOL()")
+    if not isinstance(made, nn.Module) and (hasattr(made, "state_dict") or holds_generator(made)):
+        raise UserError(f"the loss {type(made).__name__} has a state that would not be saved: derive it from Loss")
     return made if isinstance(made, Loss) else Loss(made)
 
 

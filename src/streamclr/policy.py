@@ -1,11 +1,9 @@
 """The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
 
 import math
-import random
 from copy import deepcopy
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from streamclr.base.options import checked_seed, one_of, shown
 from streamclr.base.statistics import uniform
 from streamclr.buffer import Buffer, Pool
 from streamclr.compute.fast_scoring import PRECISIONS, fastest
-from streamclr.encoders.inference import infer, infer_views, inference_mode
+from streamclr.encoders.inference import holds_generator, infer, infer_views, inference_mode
 from streamclr.loss import nt_xent
 from streamclr.score import contrast_score, rank_correlation, stand_ins
 from streamclr.views import StrongViews
@@ -350,9 +348,6 @@ def listed_policies(policies: str) -> list[str]:
     return names
 
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
 def policy_state(policy: Policy) -> dict[str, Any]:
     return policy.state_dict() if hasattr(policy, "state_dict") else {}
 
@@ -388,11 +383,11 @@ def policy_name(policy: Policy) -> str:
 
 def check_resumable(policy: Policy) -> None:
     """Refuse a policy that draws from a generator of its own and does not save it: a resumed run would differ."""
+    if holds_generator(policy) and not hasattr(policy, "state_dict"):
+        raise UserError(
+            f"the policy {type(policy).__name__} holds a random generator and cannot be saved: "
+            "add state_dict and load_state_dict, as RandomReplace has them"
+        )
     for value in getattr(policy, "__dict__", {}).values():
-        if isinstance(value, GENERATORS) and not hasattr(policy, "state_dict"):
-            raise UserError(
-                f"the policy {type(policy).__name__} holds a random generator and cannot be saved: "
-                "add state_dict and load_state_dict, as RandomReplace has them"
-            )
         if hasattr(value, "keep"):
             check_resumable(value)

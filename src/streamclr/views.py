@@ -12,7 +12,7 @@ from torch import Tensor
 from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import shown
-from streamclr.encoders.inference import as_float
+from streamclr.encoders.inference import as_float, holds_generator
 
 GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma
 # The hue rotates in the plane of I and Q (YIQ), where a rotation is linear and keeps the luma.
@@ -164,6 +164,9 @@ def build_views(views: str | Views, crop: float, flip: str, side: float) -> View
     made = plugins.make("views", views, VIEWS, **usual) if isinstance(views, str) else views
     if inspect.isclass(made) or not callable(made):
         raise UserError(f"views is {made!r}: give {plugins.KINDS['views'].is_a}, as StrongViews()")
+    if holds_generator(made):
+        how = "draw from the one that they are called with, so that a run can resume"
+        raise UserError(f"the views {type(made).__name__} hold a random generator of their own: {how}")
     return made
 
 
