@@ -13,7 +13,7 @@ import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
 from streamclr import open_stream
-from streamclr.labelling.session import pixels
+from streamclr.labelling.candidates import pixels
 from streamclr.labelling.store import Labels
 from streamclr.records.directory import RunDirectory
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from streamclr.encoders.inference import infer
-from streamclr.labelling.session import LabelSession, png
+from streamclr.labelling.candidates import png
+from streamclr.labelling.session import LabelSession
 from streamclr.labelling.store import Labels
 from streamclr.models.versions import Score, Versions
 from streamclr.records.checkpoints import Checkpoints

@@ -8,6 +8,7 @@ import pytest
 
 from streamclr.cli.parser import parse
 from support.commands import COMMANDS
+from support.images import random_images
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,3 +43,15 @@ def test_commands_are_found():
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert link.startswith("http") or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", ["own-parts", "own-data"])
+def test_programs_run(name):
+    """Block after block, as somebody would try them."""
+    page, known = ROOT / "docs" / f"{name}.md", {}
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), known)
+        if "learner" in known:
+            assert known["learner"].learn_many(random_images(64, 32)).loss > 0

@@ -35,6 +35,7 @@ from streamclr.sweeps import origin
 from streamclr.sweeps.job import Clock, do_job
 from streamclr.sweeps.lab import Lab, LabOptions
 from support.images import random_images
+from support.plugins import at_home, forget
 from support.waiting import until
 
 
@@ -82,7 +83,9 @@ def in_process(monkeypatch):
 QUICK = ["--images", "300", "--seeds", "1"]
 
 
-TIER = dict.fromkeys(("buffer", "curves", "iid", "labels", "lazy", "recipe"), pytest.mark.system)  # tens of runs
+TIER = dict.fromkeys(
+    ("buffer", "curves", "iid", "labels", "lazy", "recipe", "weak-views"), pytest.mark.system
+)  # tens of runs
 TIER |= dict.fromkeys(
     ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt", "trust"), pytest.mark.long
 )  # of the same kind, or minutes
@@ -108,6 +111,40 @@ def test_every_experiment_ends_with_its_table(name, shared, in_process, capsys, 
     assert "paper" in table.lower()
     assert "results: " in capsys.readouterr().out
     assert f"]({quick}/{name}.png)" in (out / "README.md").read_text()
+
+
+@pytest.mark.system
+def test_policies_of_a_researcher_are_further_rows(shared, tmp_path, monkeypatch):
+    """Each job in a process of its own; results that are there already are kept."""
+    home = at_home(tmp_path / "home", monkeypatch)
+    words = ["labels", "--images", "2000", "--seeds", "1", "--loss", "mine:decorrelated", "--out", str(home / "out")]
+    assert main(["reproduce", *words, "--policies", "mine:Brightest?share=0.5,contrast"]) == 0
+    table = (home / "out" / "labels-2000-mine.decorrelated" / "table.md").read_text()
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    assert rows.count("| mine:Brightest?share=0.5") == rows.count("| Contrast Scoring") == 1
+    assert "| Contrast Scoring less mine:Brightest?share=0.5" in rows
+    assert "--policies 'mine:Brightest?share=0.5,contrast' --images 2000 --loss mine:decorrelated" in table
+    (own,) = (home / "out" / "jobs").glob("mine.Brightest-0-*.json")
+    assert "+" in json.loads(own.read_text())["measured_by"]["code"]
+    assert len(list((home / "out" / "jobs").iterdir())) == 8
+    forget("mine")
+
+
+@pytest.mark.parametrize("name", ["curves", "buffer", "stc", "iid", "large-buffer", "recipe", "adapt"])
+def test_every_table_of_policies_takes_further_ones(name, small_cifar, monkeypatch):
+    """As far as the jobs, by which it is known whether they are done."""
+    asked = {}
+    monkeypatch.setattr(Lab, "do", lambda self, jobs: asked.update(jobs) or sys.exit())
+    monkeypatch.setattr(
+        Lab, "at_hand", lambda self, dataset, **settings: settings.get("source", "cifar10") == "cifar10"
+    )
+    at_home(small_cifar / "home", monkeypatch)
+    with pytest.raises(SystemExit):
+        main(["reproduce", name, "--seeds", "1", "--policies", "mine:Brightest", "--out", str(small_cifar / "out")])
+    forget("mine")
+    own = [job for jobs in asked.values() for job in jobs if job.arguments["policy"] == "mine:Brightest"]
+    assert own
+    assert {job.title for job in own} == {"mine:Brightest-0"}
 
 
 def test_a_run_that_was_finished_is_only_measured_again(shared, in_process):

@@ -14,7 +14,7 @@ import torch
 from streamclr import Learner, UserError, resnet18
 from streamclr.base.errors import NotFinite
 from streamclr.cli.entry import main
-from streamclr.learner import all_finite
+from streamclr.compute.finite import all_finite
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions

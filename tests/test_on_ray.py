@@ -24,6 +24,7 @@ from streamclr.records.checkpoints import Checkpoints
 from streamclr.sweeps import on_ray as cluster
 from streamclr.sweeps.job import RESULT, Job
 from streamclr.sweeps.places import open_place, work
+from support.plugins import at_home, forget
 
 TINY = "--buffer 16 --width 2 --stem small --fractions 1 --classifier linear --probes 2".split()
 
@@ -92,6 +93,18 @@ def test_the_table_is_the_local_one(ray_here, source, tmp_path):
     assert files[1] - files[0] == {"checkpoints"}
     assert not (tmp_path / "there" / "jobs").exists()
     assert not list(ray_here.glob("streamclr-*"))
+
+
+def test_a_policy_and_a_loss_of_a_researcher_are_sent_along(ray_here, source, tmp_path, monkeypatch):
+    """The workers were started before its directory was known, as on another machine: they get its source."""
+    at_home(tmp_path / "home", monkeypatch)
+    words = [source, "--policies", "mine:Brightest?share=0.5", "--seeds", "1", "--images", "64"]
+    words += ["--loss", "mine:decorrelated?weight=2"]
+    there, here = compared(tmp_path / "there", *words, "--on", "ray"), compared(tmp_path / "here", *words)
+    forget("mine")
+    assert there == here
+    hashes = [(tmp_path / at / "mine.Brightest,share=0.5-0/plugins.json").read_text() for at in ("there", "here")]
+    assert hashes[0] == hashes[1]
 
 
 @pytest.mark.long

@@ -25,7 +25,8 @@ def found_by(n, path, *names):
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request, tmp_path_factory):
     """By one job, because each takes seconds to start."""
-    return found_by(request.param, tmp_path_factory.mktemp("ranks"), "group", "batch", "part", "bf16", "own", "agreed")
+    names = ("group", "batch", "part", "bf16", "losses", "at_once", "own", "agreed")
+    return found_by(request.param, tmp_path_factory.mktemp("ranks"), *names)
 
 
 def cosine(a, b):
@@ -47,6 +48,28 @@ def test_ranks_learn_as_one_process_with_the_whole_batch(found, job):
     alone = rank_jobs.JOBS[job](OneProcess())
     for rank in found:
         check_equal(rank[job], alone)
+
+
+def test_ranks_learn_as_one_process_with_every_loss(found):
+    alone = rank_jobs.losses(OneProcess())
+    for rank in found:
+        for name, own in alone.items():
+            check_equal(rank["losses"][name], own)
+            for key, value in own["loss"].items():
+                assert torch.allclose(rank["losses"][name]["loss"][key].double(), value.double(), atol=1e-4), (
+                    name,
+                    key,
+                )
+                assert torch.equal(rank["losses"][name]["loss"][key], found[0]["losses"][name]["loss"][key]), (
+                    name,
+                    key,
+                )
+
+
+def test_ranks_learn_as_one_process_with_views_that_are_made_at_once(found):
+    alone = rank_jobs.at_once(OneProcess())
+    for rank in found:
+        assert rank["at_once"]["losses"] == pytest.approx(alone["losses"], abs=1e-4)
 
 
 def test_ranks_in_bfloat16_learn_as_one_process_does(found):

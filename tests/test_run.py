@@ -15,6 +15,7 @@ from streamclr import Learner, UserError, open_stream
 from streamclr.base.errors import Stopped
 from streamclr.base.files import write_json
 from streamclr.base.tensors import load_tensors
+from streamclr.loss import LOSSES
 from streamclr.models.heads import Heads
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
@@ -23,6 +24,7 @@ from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
 from streamclr.runs.evaluation import Extracted, labelled, other_frames, spread_over_tracks
 from streamclr.runs.run import run
+from streamclr.views import WEAK_VIEWS
 from support.camera import write_clip
 from support.images import make_folder
 from support.processes import kill_and_restart
@@ -436,9 +438,13 @@ def test_new_directory_says_when_it_cannot_be_made(tmp_path):
 POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_that_is_stopped_at_every_step_is_the_same_run(config, tmp_path, policy, monkeypatch):
-    config = dataclasses.replace(config, policy=policy, images=40)
+PARTS = [{"policy": policy} for policy in POLICIES]
+PARTS += [{"loss": loss, "weak_view": weak_view} for loss, weak_view in zip(LOSSES, WEAK_VIEWS, strict=True)]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-".join(parts.values()))
+def test_a_run_that_is_stopped_at_every_step_is_the_same_run(config, tmp_path, parts, monkeypatch):
+    config = dataclasses.replace(config, **parts, images=40)
     whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
     real = Learner.learn_many
 
@@ -510,6 +516,18 @@ def test_a_stream_without_an_image_leaves_nothing_and_says_so(tmp_path, monkeypa
             run(RunOptions(source="-", size=16, width=1, recipe="paper", buffer=8, segment=8, out=out))
     assert "label" not in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.system
+def test_kill_9_loses_nothing_of_what_is_in_the_loss(tmp_path):
+    words = ["run", f"folder:{make_folder(tmp_path / 'images')}?stc=5", "--buffer", "8", "--width", "2"]
+    words += ["--images", "240", "--checkpoint-steps", "1", "--probes", "0", "--classifier", "linear"]
+    words += ["--loss", "byol?momentum=0.9", "--recipe", "paper", "--fractions", "1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_command = [sys.executable, "-m", "streamclr", *words, "--out", str(whole)]
+    subprocess.run(run_command, check=True, capture_output=True)
+    assert kill_and_restart(killed, [*words, "--out", str(killed)], 3, seed=7) == 3
+    assert state_sha256(killed) == state_sha256(whole)
 
 
 @pytest.mark.system

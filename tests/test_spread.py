@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from streamclr.base.tensors import load_metadata
 from streamclr.cli.entry import main
 from streamclr.labelling import session as session_module
-from streamclr.labelling.candidates import Candidate, key_of, read_clips
+from streamclr.labelling.candidates import Candidate, key_of, pixels, read_clips
 from streamclr.labelling.exchange import export_labels
-from streamclr.labelling.session import pixels
 from streamclr.labelling.spread import find_companions, same_scene
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run

@@ -12,9 +12,9 @@ from PIL import Image
 
 from streamclr import UserError
 from streamclr.cli.entry import main
-from streamclr.labelling.candidates import read_candidates
+from streamclr.labelling.candidates import pixels, read_candidates
 from streamclr.labelling.exchange import export_labels
-from streamclr.labelling.session import LabelSession, pixels
+from streamclr.labelling.session import LabelSession
 from streamclr.labelling.store import Labels, Question
 from streamclr.models.formats.reader import Predictor
 from streamclr.models.predict import usual_options

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streamclr import StrongViews, UserError
-from streamclr.views import GREY, _hue_rotation, flip
+from streamclr import ContrastScoring, Learner, RandomReplace, StrongViews, UserError, contrast_score, resnet18
+from streamclr.compute.memory import MemoryPlan
+from streamclr.views import GREY, WEAK_VIEWS, _hue_rotation, build_weak_view, flip
 from support.images import random_images
 
 
@@ -157,3 +158,139 @@ def test_without_the_flip_no_view_is_mirrored():
     mirrored, plain = (draw.crop[:, 0, 0] for draw in draws)
     assert (mirrored < 0).any()
     assert (plain > 0).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Views of a researcher, and the weak views.
+
+
+def crops(images, generator):
+    """One function: a shift of a few pixels, the same for all."""
+    n = int(torch.randint(1, 4, (), generator=generator))
+    return images.roll(n, -1) / 255
+
+
+def noisy(images, generator):
+    """It draws from torch's global generator, as transforms of torchvision do."""
+    return (images / 255 + 0.1 * torch.randn(images.shape)).clamp(0, 1)
+
+
+class Drawing:
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __call__(self, images, generator):
+        return crops(images, self.generator)
+
+
+OWN = {"crops": crops, "noisy": noisy, "strong": "strong", "strong, options": "strong?blur=0.5&strength=1"}
+
+
+def learner_with(views, seed=3, **options):
+    torch.manual_seed(0)
+    return Learner(resnet18(4, norm="group"), RandomReplace(), 8, views=views, seed=seed, device="cpu", **options)
+
+
+def learn(learner, n_steps, first=0):
+    return [learner.learn_many(random_images(8, seed=first + step)).loss for step in range(n_steps)]
+
+
+@pytest.mark.parametrize("views", OWN.values(), ids=OWN.keys())
+def test_any_views_resume_bit_by_bit_and_leave_the_global_generator_alone(views):
+    learner, other = learner_with(views), learner_with(views, seed=99)
+    learn(learner, 2)
+    other.load_state_dict(learner.state_dict())
+    drawn = torch.get_rng_state()
+    ahead = learn(learner, 3, first=2)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    torch.manual_seed(77)
+    assert learn(other, 3, first=2) == ahead
+
+
+@pytest.mark.parametrize("views", OWN.values(), ids=OWN.keys())
+def test_any_views_are_the_same_in_chunks(views):
+    learners = [learner_with(views) for _ in range(2)]
+    learners[1].plan = MemoryPlan(3, 0)
+    losses = [learn(learner, 2) for learner in learners]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_views_that_are_made_all_at_once_count_in_the_memory_plan():
+    peaks = [learner_with(views, memory="4G").fit((8, 3, 64, 64)).peak for views in ("strong", crops)]
+    assert peaks[1] - peaks[0] > 16 * 3 * 64 * 64 * 4 - 2**20  # 16 views of floats, but for what the process has grown
+
+
+@pytest.mark.parametrize(
+    ("views", "told"),
+    [
+        (lambda images, generator: images, r"the views are torch.uint8 of shape \(16, 3, 16, 16\): return float"),
+        (lambda images, generator: images.float(), "the views have values up to 255: return float images in"),
+        (lambda images, generator: images[:3] / 255, r"of shape \(3, 3, 16, 16\): return float .*16 x 3"),
+        (lambda images, generator: images.numpy(), "the views are a ndarray"),
+        ("stong", "no views 'stong': did you mean 'strong'"),
+        ("strong?scale=0.3", "option scale is '0.3', and cannot be given as text"),
+        (StrongViews, r"give a function of images and a generator, as StrongViews\(\)"),
+        (3, "views is 3: give a function"),
+        (Drawing(), "the views Drawing hold a random generator of their own: draw from the one that they are called"),
+    ],
+)
+def test_what_cannot_be_views(views, told):
+    with pytest.raises(UserError, match=told):
+        learn(learner_with(views), 1)
+
+
+def test_views_by_name_take_what_the_recipe_says():
+    device = Learner(resnet18(4), recipe="device", device="cpu", views="strong?jitter=0.5")
+    assert (device.views.scale, device.views.side, device.views.flip, device.views.jitter) == (
+        (0.2, 1),
+        0.75,
+        True,
+        0.5,
+    )
+
+
+@pytest.mark.parametrize("name", WEAK_VIEWS)
+def test_weak_views(name, model):
+    images = random_images(5, 24)
+    weak = build_weak_view(name)
+    for x in (images, images / 255):
+        assert weak(x).shape == x.shape
+        assert weak(x).dtype == x.dtype
+        assert torch.equal(weak(x), weak(x))
+        assert not torch.equal(weak(x), x)
+        assert torch.equal(weak(x)[2:3], weak(x[2:3]))  # each image by itself
+    score = contrast_score(model, images, weak_view=weak)
+    assert ((score >= 0) & (score <= 2)).all()
+    assert (torch.equal(score, contrast_score(model, images))) == (name == "flip")
+    model.weak_view = weak
+    assert torch.equal(contrast_score(model, images), score)
+
+
+def test_a_shift_moves_what_it_shows_to_the_right():
+    image = torch.arange(8, dtype=torch.uint8).expand(1, 3, 8, 8)
+    assert build_weak_view("shift?share=0.25")(image)[0, 0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+    assert build_weak_view("shift")(image)[0, 0, 0].tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("weak_view", [*WEAK_VIEWS, lambda x: x.flip(-1, -2)])
+def test_the_score_of_a_learner_is_by_its_weak_view(weak_view):
+    learner = Learner(resnet18(4), ContrastScoring(), 8, weak_view=weak_view, device="cpu")
+    images = random_images(8)
+    expected = contrast_score(learner.model, images, weak_view=build_weak_view(weak_view))
+    learner.learn_many(images)
+    assert torch.equal(learner.buffer.scores, expected)
+
+
+@pytest.mark.parametrize(
+    ("weak_view", "told"),
+    [
+        ("flop", "no weak view 'flop': did you mean 'flip'"),
+        ("shift?share=2", "share is 2.0: use a share of the image's width"),
+        (lambda x: x[..., 1:], r"the weak view is torch.float32 of shape \(.*, 15\): return torch.float32 of"),
+        (lambda x: None, "the weak view is a NoneType"),
+        (5, "weak_view is 5: give a function of images"),
+    ],
+)
+def test_what_cannot_be_a_weak_view(weak_view, told):
+    with pytest.raises(UserError, match=told):
+        learn(Learner(resnet18(4), ContrastScoring(), 8, weak_view=weak_view, device="cpu"), 1)

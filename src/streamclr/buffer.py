@@ -26,6 +26,9 @@ class Pool:
     def __len__(self) -> int:
         return len(self.images)
 
+    def __repr__(self) -> str:
+        return f"Pool({len(self)} images, {self.n_buffer} of them in the buffer)"
+
     def rescore(self, due: Tensor, score: Tensor) -> None:
         """Write the scores of the images in the mask `due`."""
         self.score[due] = score
@@ -99,6 +102,10 @@ class Buffer:
 
     def __len__(self) -> int:
         return self._n
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.images.shape[1:])) if self._n else "no images yet"
+        return f"Buffer({self._n} of {self.size}, {shape})"
 
     @property
     def images(self) -> Tensor:

@@ -56,6 +56,9 @@ class Head(nn.Module):
         load_weights(head, dict(state), where)
         return head.eval().requires_grad_(False)
 
+    def __repr__(self) -> str:
+        return f"Head({self.linear.in_features} features, {self.linear.out_features} classes)"
+
     def fit_scale(self, features: Tensor, weights: Tensor | None = None) -> None:
         """weights: of the rows; a row of twice the weight counts as two."""
         if weights is None:
@@ -140,6 +143,17 @@ def checked_labels(labels: Tensor | np.ndarray, n_classes: int, n_images: int | 
     return labels.long()
 
 
+def checked_features(features: Tensor | np.ndarray, n_features: int | None = None) -> Tensor:
+    """Features as float32, n x d. n_features: the d that they must have."""
+    features = torch.as_tensor(features)
+    if not features.is_floating_point() or features.ndim != 2 or 0 in features.shape:
+        what = f"{features.dtype} of shape {tuple(features.shape)}"
+        raise UserError(f"the features are {what}: give floats, n x d, as features_of(learner, images) has them")
+    if n_features not in (None, features.shape[1]):
+        raise UserError(f"there are {features.shape[1]} features, and {n_features} are known: use the same encoder")
+    return features.float()
+
+
 def draw_labelled(labels: Tensor | np.ndarray, fraction: float, classes: Sequence[str], seed: int = 0) -> Tensor:
     """The indices of a class-balanced draw of a fraction of the images; 1 is all of them."""
     labels = checked_labels(labels, len(classes))
@@ -180,6 +194,7 @@ def train_head(
 
     The gradient and Adam are written out: for a layer this small, autograd would take most of the time.
     """
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     head = Head(features.shape[1], n_classes)
     head.fit_scale(features)
@@ -208,6 +223,7 @@ def train_head(
 
 def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float = 1e-3) -> Head:
     """Logistic regression to convergence: what is linear in the features, independent of the optimizer."""
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     probe = Head(features.shape[1], n_classes)
     probe.fit_scale(features)
@@ -226,7 +242,11 @@ def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float 
 
 def knn_probe(features: Tensor, labels: Tensor, queries: Tensor, n_classes: int, k: int = 20) -> Tensor:
     """The class of each query by a vote of its k nearest neighbours, weighted by exp(cosine / 0.07)."""
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
+    queries = checked_features(queries, features.shape[1])
+    if k < 1:
+        raise UserError(f"k is {k}: use at least 1 neighbour")
     known = F.normalize(features, dim=1)
     predicted = []
     for chunk in F.normalize(queries, dim=1).split(1024):

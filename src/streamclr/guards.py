@@ -55,6 +55,9 @@ class Guarded:
         self._entered: dict[int, float] = {}  # arrival number: first score; inf once it is a suspect
         self._suspects = self._stream = torch.empty(0, N_APPEARANCE)  # appearances, the oldest first
 
+    def __repr__(self) -> str:
+        return f"Guarded({self.policy!r}, {','.join(self.guards)})"
+
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         guard, looks = self._hide(pool, size)
         seen = guard < 0

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -16,32 +15,35 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import NotFinite, UserError
 from streamclr.base.options import parse_size
-from streamclr.base.tensors import load_weights
+from streamclr.base.tensors import checked_weights
 from streamclr.buffer import Buffer, n_that_fit
 from streamclr.compute.chunked import backward, check_can_chunk
+from streamclr.compute.device import find_device
+from streamclr.compute.finite import all_finite, check_finite
 from streamclr.compute.memory import MemoryPlan, Work, make_plan, unlimited_peak
 from streamclr.compute.ranks import OneProcess
-from streamclr.encoders.architecture import SCRATCH_ENCODERS
+from streamclr.encoders.architecture import SCRATCH_ENCODERS, encoder_name
 from streamclr.encoders.compact import compact
 from streamclr.encoders.inference import checked_images, seeded
 from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
 from streamclr.encoders.stages import set_trained
 from streamclr.encoders.weights import make_encoder
-from streamclr.loss import nt_xent
+from streamclr.loss import build_loss, checked_loss, nt_xent
 from streamclr.policy import (
     Policy,
     build_policy,
     check_resumable,
     draw_batch,
     load_policy_state,
+    load_saved_policy,
     policy_name,
     policy_state,
 )
 from streamclr.recipe import OPTIMIZERS, POSITIVES, find_recipe, usual_batch, usual_lr
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
-from streamclr.views import StrongViews, ViewPairs
+from streamclr.views import ViewPairs, Views, WeakView, build_views, build_weak_view, can_chunk
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Step:
 
     number: int  # of the step, from 1
     seen: int  # images of the stream so far
-    loss: float  # NT-Xent, the mean over the step's updates
+    loss: float  # the mean over the step's updates
     kept: int  # images of the buffer that stayed
     replaced: int  # images of the segment that entered
     rescored: float  # share of the buffer that was scored again
@@ -76,13 +78,17 @@ class Learner:
         features; or a ContrastiveModel, which includes a projection head. Default: that of the recipe.
     recipe: `paper` or `device`, which gives what is not given here (see streamclr.recipe); default: `device` for an
         encoder with a name, else `paper`.
-    policy: which images stay in the buffer.
+    policy: which images stay in the buffer: an object, or `name?option=value`.
     buffer: N, images in the buffer; or its size in bytes, as "10M".
     batch_size: images of one update, drawn uniformly from the buffer.
+    loss: `nt-xent`, `vicreg`, `barlow-twins` or `byol`; any function of the projections z0 and z1, or a Loss.
+    temperature: of a loss by name that takes one.
     optimizer: `adam` or `muon`.
     lr: learning rate.
     lr_half: steps after which it has fallen to half. It falls as 1/√t, because nobody knows when a stream ends; 0: it
         is constant.
+    views: `strong`, or any function of images and a generator: views to train on, float in [0, 1].
+    weak_view: of the contrast score: `flip`, `vertical-flip`, `shift`, `grey`, or any function of images.
     precision: of the encoder's arithmetic in training: `fp32`, or `bf16`, which is faster on a GPU and on some CPUs.
     positives: `views` contrasts two views of one frame, `time` views of two neighbouring frames, the second of which is
         kept in the buffer beside the first.
@@ -98,18 +104,20 @@ class Learner:
     def __init__(
         self,
         encoder: nn.Module | str | None = None,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         buffer: int | str | None = None,
         *,
         recipe: str | None = None,
         batch_size: int | None = None,
         updates_per_segment: int = 1,
+        loss: str | Callable[..., Tensor] = "nt-xent",
         temperature: float | None = None,
         optimizer: str | None = None,
         lr: float | None = None,
         lr_half: int | None = None,
         weight_decay: float = 1e-4,
-        views: StrongViews | None = None,
+        views: str | Views = "strong",
+        weak_view: str | WeakView = "flip",
         positives: str | None = None,
         train: str | None = None,
         reach: int = REACH,
@@ -123,7 +131,8 @@ class Learner:
         self.ranks = OneProcess()
         named = isinstance(encoder, str)
         usual = find_recipe(recipe or ("device" if named else "paper"), named and encoder not in SCRATCH_ENCODERS)
-        self.policy = build_policy(usual.policy, seed=seed) if policy is None else policy
+        policy = usual.policy if policy is None else policy
+        self.policy = build_policy(policy, seed=seed) if isinstance(policy, str) else policy
         buffer = usual.buffer if buffer is None else buffer
         temperature = usual.temperature if temperature is None else temperature
         optimizer, self.lr = usual_lr(usual, optimizer, lr)
@@ -149,8 +158,9 @@ class Learner:
         if not (temperature > 0 and self.lr > 0 and weight_decay >= 0):
             due = f"temperature ({temperature}) and lr ({self.lr}) must be above 0"
             raise UserError(f"{due}, weight_decay ({weight_decay}) not below")
-        self.updates_per_segment, self.temperature = updates_per_segment, temperature
-        self.views = usual.views if views is None else views
+        self.updates_per_segment = updates_per_segment
+        self.loss = build_loss(loss, temperature)
+        self.views = build_views(views, usual.crop, usual.flip, usual.side)
         with seeded(seed):
             if isinstance(encoder, str):
                 encoder = make_encoder(encoder)
@@ -161,10 +171,13 @@ class Learner:
             model: ContrastiveModel = encoder
             has_stages = hasattr(model.encoder, "stages")
             set_trained(model, train or (usual.train if has_stages else "all"))
+            self.model = model.to(self.device)
+            self.loss.begin(self.model)
             self._random_state = torch.get_rng_state()  # of the model's own randomness, such as dropout
-        self.model = model.to(self.device)
-        self.model.in_bf16 = precision == "bf16"
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), self.lr, weight_decay)
+        self.loss.to(self.device)
+        self.model.in_bf16, self.model.weak_view = precision == "bf16", build_weak_view(weak_view)
+        learning = [*self.model.parameters(), *self.loss.parameters()]
+        self.optimizer = OPTIMIZERS[optimizer](learning, self.lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
@@ -182,6 +195,11 @@ class Learner:
         if compile and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
             raise UserError("compile needs a C++ compiler, and none was found: install g++, or leave compile out")
         self._trained: nn.Module = torch.compile(self.model) if compile else self.model  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        room = self.buffer.size if self._buffer_bytes is None or self.buffer.n_seen else self._buffer_bytes
+        held = f"buffer {len(self.buffer)} of {room}"
+        return f"Learner({encoder_name(self.model)}, {held}, step {self.n_steps})"
 
     @property
     def encoder(self) -> nn.Module:
@@ -215,8 +233,9 @@ class Learner:
                 rows = draw_batch(self.policy, self.buffer, self.batch_size, self.model, self.generator)
                 batch, neighbours = self.buffer.pairs(rows)  # n x 3 x H x W each
                 views = ViewPairs(self.views, batch, self.generator, neighbours)  # 2n x 3 x H x W
-                loss, spread = self._backward(views, lambda z0, z1: nt_xent(z0, z1, self.temperature))  # Eq. 1
+                loss, spread = self._backward(views)  # of the projections z0 and z1, Eq. 1
                 self.optimizer.step()
+                self.loss.follow(self.model)
                 losses.append(loss)
             trained = perf_counter()
         self.n_steps += 1
@@ -242,7 +261,7 @@ class Learner:
         scenes = find_scenes(images) if tracks is None else tracks
         return images[draw_neighbours(scenes.to(images.device), self.generator, self.reach).to(images.device)]
 
-    def _backward(self, views: ViewPairs, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
+    def _backward(self, views: ViewPairs) -> tuple[float, float]:
         """Set the gradient of the loss, checked to be finite. Returns the loss and the spread of the projections.
 
         Both views of all images go through the model in one pass, so that BatchNorm cannot tell them apart; in chunks
@@ -251,37 +270,31 @@ class Learner:
         most, least = self.ranks.largest(len(views) // 2, -len(views) // 2)
         if most != -least:
             raise UserError(f"the ranks have batches of {-least:.0f} to {most:.0f} images: give all the same")
-        spread = math.nan
+        spread, chunk_size = math.nan, self.plan.chunk_size if self.plan else None
+        targets = [self.ranks.gather(t) for t in self.loss.targets(views, len(views), chunk_size)]
 
         def loss_of_all(z: Tensor) -> Tensor:
             nonlocal spread
             z0, z1 = (self.ranks.gather(half) for half in z.chunk(2))
             spread = 1 - float(torch.cat([z0, z1]).detach().mean(0).square().sum())
-            return loss(z0, z1)
+            return checked_loss(self.loss(z0, z1, *targets))
 
         self.model.train()
         self.optimizer.zero_grad()
         with self.ranks.together():
-            value = backward(self._trained, views, len(views), loss_of_all, self.plan.chunk_size if self.plan else None)
-            self._check(value)
+            value = backward(self._trained, views, len(views), loss_of_all, chunk_size)
+            gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
+            statistics = [*self.model.buffers(), *self.loss.buffers()]
+            found = {"loss": [torch.tensor(value)], "gradient": gradients, "statistic of BatchNorm": statistics}
+            check_finite(found, self.n_steps + 1, value)
         self.ranks.settle(self.model)
         return value, spread
-
-    def _check(self, loss: float) -> None:
-        """Before the optimizer changes anything: an update with finite gradients leaves finite weights."""
-        for name, tensors in (
-            ("loss", [torch.tensor(loss)]),
-            ("gradient", [p.grad for p in self.optimizer.parameters if p.grad is not None]),
-            ("statistic of BatchNorm", list(self.model.buffers())),
-        ):
-            if not all_finite(tensors):
-                where = f"the {name} at step {self.n_steps + 1} is not finite (loss {loss:.4g})"
-                raise NotFinite(f"{where}: lower lr or raise temperature")
 
     @contextmanager
     def _undone_if_not_finite(self) -> Iterator[None]:
         """A step with a number that is not finite changes nothing; of several updates those before it stay."""
         statistics = [buffer.clone() for buffer in self.model.buffers()]
+        loss = {name: tensor.clone() for name, tensor in self.loss.state().items()}
         policy, generator = policy_state(self.policy), self.generator.get_state()
         try:
             yield
@@ -290,6 +303,7 @@ class Learner:
                 raise
             for buffer, value in zip(self.model.buffers(), statistics, strict=True):
                 buffer.copy_(value)
+            self.loss.load_state_dict(loss, strict=False)
             self.buffer.undo()
             load_policy_state(self.policy, policy)
             self.generator.set_state(generator)
@@ -309,7 +323,8 @@ class Learner:
     def is_finite(self) -> bool:
         """Whether all weights, BatchNorm statistics and Adam's moments are finite."""
         moments = [*self.optimizer.means, *self.optimizer.squares]
-        return all_finite([*self.model.parameters(), *self.model.buffers(), *moments])
+        modules = (self.model, self.loss)
+        return all_finite([t for one in modules for t in (*one.parameters(), *one.buffers())] + moments)
 
     def _make_buffer(self, size: int) -> Buffer:
         if self.batch_size > size:
@@ -341,6 +356,8 @@ class Learner:
     def _work(self, shape: Sequence[int]) -> Work:
         # The segment itself, and its copy behind the buffer; with a neighbour beside each.
         n_images = (self.buffer.size + 2 * shape[0]) * (1 + self.buffer.has_neighbours)
+        if not can_chunk(self.views):  # they are made all at once, of 4 bytes where an image has one
+            n_images += 8 * self.batch_size
         return Work(self.model, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score)
 
     def join(self, ranks: OneProcess) -> None:
@@ -354,6 +371,7 @@ class Learner:
             raise UserError("compile is for one process: leave it out with several ranks")
         self.ranks = ranks
         self._trained = ranks.share(self._trained)
+        ranks.start_alike(self.loss)
         if ranks.index:  # each rank draws other views and other dropout; rank 0 draws as one process does
             seed = int(torch.randint(2**62, (ranks.index,), generator=self.generator, device=self.device)[-1])
             self.generator.manual_seed(seed)
@@ -374,10 +392,14 @@ class Learner:
         copy: False gives the tensors themselves, for a caller that is done with them before the next step.
         """
         check_resumable(self.policy)
-        model = self.model.state_dict()
+        model, loss = (
+            {name: tensor.clone() if copy else tensor for name, tensor in module.state_dict().items()}
+            for module in (self.model, self.loss)
+        )
         return {
             "n_steps": self.n_steps,
-            "model": {name: tensor.clone() for name, tensor in model.items()} if copy else model,
+            "model": model,
+            "loss": loss,
             "optimizer": self.optimizer.state_dict(copy),
             "buffer": self.buffer.state_dict(copy),
             "policy": policy_state(self.policy),
@@ -402,47 +424,14 @@ class Learner:
         except (RuntimeError, TypeError) as error:
             raise UserError(f"the saved generator does not fit: {error}: use the device it was saved on") from None
         self.optimizer.check_state_dict(state["optimizer"])
-        own_policy = deepcopy(policy_state(self.policy))
-        try:
-            self._load_saved_policy(state["policy"], state.get("policy_name"))
-            load_weights(self.model, state["model"], "the saved state")
-        except UserError:
-            load_policy_state(self.policy, own_policy)
-            raise
+        model = checked_weights(self.model, state["model"], "the saved state")
+        loss = checked_weights(self.loss, state.get("loss", {}), "the saved loss")  # an older state has none
+        load_saved_policy(self.policy, state["policy"], state.get("policy_name"))
+        self.model.load_state_dict(model)
+        self.loss.load_state_dict(loss)
         self.optimizer.load_state_dict(state["optimizer"])
         self.buffer, self.generator, self._random_state = buffer, generator, random_state
         self.n_steps = state["n_steps"]
 
-    def _load_saved_policy(self, state: dict[str, Any], name: str | None) -> None:
-        """name: None in a state of an older version."""
-        own_name, own_keys = policy_name(self.policy), ", ".join(policy_state(self.policy))
-        saved = name or f"with the state ({', '.join(state)})"
-        told = f"the saved state is of the policy {saved}, this learner has {own_name}"
-        what_to_do = "give the learner the policy that was saved"
-        if name not in (None, own_name) or (state and not hasattr(self.policy, "load_state_dict")):
-            raise UserError(f"{told}: {what_to_do}")
-        try:
-            load_policy_state(self.policy, state)
-        except Exception as error:  # noqa: BLE001 (any class may be a policy)
-            raise UserError(f"{told} with ({own_keys}), {error!r}: {what_to_do}") from None
-
 
 STATE_KEYS = ("n_steps", "model", "optimizer", "buffer", "policy", "generator")  # in states of every version
-
-
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """By their norms: a gradient that is too large for Adam to square counts as infinite too."""
-    floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
-    return bool(torch.stack(torch._foreach_norm(floating)).isfinite().all())
-
-
-def find_device(name: torch.device | str | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise UserError(f"no device {name!r}: use cpu or cuda") from None
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device.type):
-        raise UserError(f"no device {name!r} on this machine or in this build of torch: use cpu")
-    return device

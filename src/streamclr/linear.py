@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamclr.base.errors import UserError
-from streamclr.classifier import Head, checked_labels
+from streamclr.classifier import Head, checked_features, checked_labels
 
 # How much the sum of squares of the weights counts beside the mean cross-entropy.
 DECAYS = (1e-1, 1e-2, 1e-3, 1e-4)
@@ -38,6 +38,7 @@ def fit_linear(
     groups: a number for each label; labels of one group, as frames of one track, are held back together.
     decay: of the weights; default: chosen by cross-validation, and the temperature, too.
     """
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     weights = checked_weights(weights, labels)
     temperature = None
@@ -77,6 +78,7 @@ def cross_validate(
     Only labels that a person gave are tested. A label is tested with the decay that is best for the other folds, so
     that the choice does not flatter the result.
     """
+    features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     weights = checked_weights(weights, labels)
     groups = checked_groups(groups, labels)

@@ -1,22 +1,21 @@
 """The replacement policies: pool in, indices to keep out. Which N images of B ∪ I become the new B?"""
 
-import inspect
 import math
-import random
+from copy import deepcopy
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base import options as opts
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
-from streamclr.base.options import checked_seed, one_of
+from streamclr.base.options import checked_seed, one_of, shown
 from streamclr.base.statistics import uniform
 from streamclr.buffer import Buffer, Pool
 from streamclr.compute.fast_scoring import PRECISIONS, fastest
-from streamclr.encoders.inference import infer, infer_views, inference_mode
+from streamclr.encoders.inference import holds_generator, infer, infer_views, inference_mode
 from streamclr.loss import nt_xent
 from streamclr.score import contrast_score, rank_correlation, stand_ins
 from streamclr.views import StrongViews
@@ -46,6 +45,8 @@ class ContrastScoring:
     fresh: the share of the buffer that is replaced in a step at least. Scores fall as the encoder learns, so that with
         lazy scoring an old score is a high one, and the buffer would hardly move.
     """
+
+    __repr__ = shown
 
     def __init__(self, rescore_every: int = 1, precision: str = "fp32", duplicate: float = 0.5, fresh: float = 0.0):
         if rescore_every < 1:
@@ -115,6 +116,8 @@ MIN_RANK_CORRELATION = 0.98  # Spearman's, of the fast with the exact score
 class FIFOReplace:
     """Keep the newest images; with segments as large as the buffer this is the same as no buffer."""
 
+    __repr__ = shown
+
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         return pool.arrival.topk(size).indices
 
@@ -122,8 +125,10 @@ class FIFOReplace:
 class _Seeded:
     """A private generator and its state, for policies that draw at random."""
 
+    __repr__ = shown
+
     def __init__(self, seed: int = 0):
-        self.generator = torch.Generator().manual_seed(checked_seed(seed))
+        self.seed, self.generator = seed, torch.Generator().manual_seed(checked_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}
@@ -218,6 +223,8 @@ class MinRed:
     Features are computed once, when an image arrives: the encoder changes slowly, so that they stay comparable.
     """
 
+    __repr__ = shown
+
     def __init__(self) -> None:
         self._features = torch.empty(0, 0)  # of the images that were kept, unit length
         self._arrivals = torch.empty(0, dtype=torch.long)
@@ -265,6 +272,8 @@ class Mixture:
     share: of the buffer, by score.
     rescore_every: as of ContrastScoring.
     """
+
+    __repr__ = shown
 
     def __init__(self, share: float = 0.5, rescore_every: int = 20, seed: int = 0):
         if not 0 <= share <= 1:
@@ -317,24 +326,26 @@ POLICIES: dict[str, type] = {
 
 def policy_options(policy: str) -> list[str]:
     """The names of the options that a policy takes."""
-    name, _ = opts.split(policy)
-    if name not in POLICIES:
-        raise UserError(f"no policy {name!r}: {one_of(name, POLICIES)}")
-    return list(inspect.signature(POLICIES[name]).parameters)
+    return plugins.takes("policy", opts.split(policy)[0], POLICIES)
 
 
 def build_policy(policy: str, **usual: Any) -> Policy:
-    """The policy `name?key=value`.
+    """The policy `name?key=value`, built in or of a researcher.
 
     usual: values of options that are not given, for policies that take them; None: the policy's own.
     """
-    takes, (name, given) = policy_options(policy), opts.split(policy)
-    chosen = {key: value for key, value in usual.items() if key in takes and value is not None} | given
-    built: Policy = opts.build(POLICIES[name], chosen, f"the policy {name}")
+    built: Policy = plugins.make("policy", policy, POLICIES, **usual)
     return built
 
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+def listed_policies(policies: str) -> list[str]:
+    """The policies of a list with commas between, each of which is there and named once."""
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if len(set(names)) < len(names):
+        raise UserError(f"--policies {policies} names a policy twice: name each once")
+    for name in names:
+        build_policy(name)
+    return names
 
 
 def policy_state(policy: Policy) -> dict[str, Any]:
@@ -346,6 +357,24 @@ def load_policy_state(policy: Policy, state: dict[str, Any]) -> None:
         policy.load_state_dict(state)
 
 
+def load_saved_policy(policy: Policy, state: dict[str, Any], name: str | None) -> None:
+    """Load what a learner has saved; if it does not fit, the policy is as before.
+
+    name: of the policy that was saved; None in a state of an older version.
+    """
+    own, own_name = deepcopy(policy_state(policy)), policy_name(policy)
+    saved = name or f"with the state ({', '.join(state)})"
+    told = f"the saved state is of the policy {saved}, this learner has {own_name}"
+    what_to_do = "give the learner the policy that was saved"
+    if name not in (None, own_name) or (state and not hasattr(policy, "load_state_dict")):
+        raise UserError(f"{told}: {what_to_do}")
+    try:
+        load_policy_state(policy, state)
+    except Exception as error:  # noqa: BLE001 (any class may be a policy)
+        load_policy_state(policy, own)
+        raise UserError(f"{told} with ({', '.join(own)}), {error!r}: {what_to_do}") from None
+
+
 def policy_name(policy: Policy) -> str:
     """The class of a policy, with that of the policy inside it: `Guarded(ContrastScoring)`."""
     inner = [policy_name(value) for value in getattr(policy, "__dict__", {}).values() if hasattr(value, "keep")]
@@ -354,11 +383,11 @@ def policy_name(policy: Policy) -> str:
 
 def check_resumable(policy: Policy) -> None:
     """Refuse a policy that draws from a generator of its own and does not save it: a resumed run would differ."""
+    if holds_generator(policy) and not hasattr(policy, "state_dict"):
+        raise UserError(
+            f"the policy {type(policy).__name__} holds a random generator and cannot be saved: "
+            "add state_dict and load_state_dict, as RandomReplace has them"
+        )
     for value in getattr(policy, "__dict__", {}).values():
-        if isinstance(value, GENERATORS) and not hasattr(policy, "state_dict"):
-            raise UserError(
-                f"the policy {type(policy).__name__} holds a random generator and cannot be saved: "
-                "add state_dict and load_state_dict, as RandomReplace has them"
-            )
         if hasattr(value, "keep"):
             check_resumable(value)

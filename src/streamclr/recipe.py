@@ -7,7 +7,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.compute.adam import Adam
 from streamclr.compute.muon import Muon
-from streamclr.views import StrongViews
+from streamclr.views import Views, build_views
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Recipe:
     side: float  # of a view, as a share of the image's side
 
     @property
-    def views(self) -> StrongViews:
-        return StrongViews((self.crop, 1.0), flip=self.flip == "on", side=self.side)
+    def views(self) -> Views:
+        return build_views("strong", self.crop, self.flip, self.side)
 
     def as_options(self) -> dict[str, Any]:
         return asdict(self)

@@ -4,27 +4,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from streamclr.base.errors import UserError
 from streamclr.compute.fast_scoring import projection
 from streamclr.encoders.inference import check_stored, inference_mode, map_chunks
-from streamclr.views import flip
+from streamclr.views import WeakView, flip
 
 
-def contrast_score(model: nn.Module, images: Tensor, precision: str = "fp32") -> Tensor:
-    """S(x) = 1 - z(x)·z(flip x) in [0, 2] for stored uint8 images (Eq. 2): high where the encoder has yet to learn.
+def contrast_score(
+    model: nn.Module, images: Tensor, precision: str = "fp32", weak_view: WeakView | None = None
+) -> Tensor:
+    """S(x) = 1 - z(x)·z(x+) in [0, 2] for stored uint8 images (Eq. 2): high where the encoder has yet to learn.
 
     Deterministic: it depends on the image and the model only; in int8 also, slightly, on the other images.
 
     precision: `fp32` is exact; `folded`, `int8` and `half` are faster (see compute/fast_scoring.py).
+    weak_view: x to x+; default: the model's own, else the flip.
     """
     check_stored(images)
+    weak = weak_view or getattr(model, "weak_view", None) or flip
     with inference_mode(model):
         project = projection(model, images, precision)
 
         def score(x: Tensor) -> Tensor:
-            z0, z1 = F.normalize(project(torch.cat([x, flip(x)])), dim=1).chunk(2)
+            z0, z1 = F.normalize(project(torch.cat([x, _checked(weak(x), x)])), dim=1).chunk(2)
             return (z0 - z1).square().sum(1) / 2  # = 1 - z0·z1 for unit vectors, without its cancellation near 0
 
         return map_chunks(model, images, score).clamp_(max=2)
+
+
+def _checked(weak: Tensor, images: Tensor) -> Tensor:
+    if not isinstance(weak, Tensor) or (weak.shape, weak.dtype) != (images.shape, images.dtype):
+        what = f"{weak.dtype} of shape {tuple(weak.shape)}" if isinstance(weak, Tensor) else f"a {type(weak).__name__}"
+        raise UserError(f"the weak view is {what}: return {images.dtype} of the images' shape {tuple(images.shape)}")
+    return weak
 
 
 def stand_ins(images: Tensor, tolerance: float) -> Tensor:

@@ -15,7 +15,7 @@ from streamclr.base.options import one_of
 from streamclr.base.progress import Progress
 from streamclr.classifier import Head, checked_labels
 from streamclr.encoders.inference import checked_images, infer, seeded
-from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.projection import ContrastiveModel, model_of
 from streamclr.encoders.stages import set_trained
 from streamclr.linear import (
     N_FOLDS,
@@ -83,6 +83,7 @@ def fine_tune(
     flip: whether views may be mirrored, which changes the meaning of signs and text.
     smoothing: of the labels, 0 to 1.
     """
+    model = model_of(model)
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
     weights = checked_weights(weights, labels)
     if head not in ("zeros", "linear"):
@@ -185,11 +186,20 @@ def _rows_of(images: Tensor | ImagesByNumber, rows: Tensor) -> Tensor:
     return checked_images(images[rows] if isinstance(images, Tensor) else images(rows.numpy()), "a labelled image")
 
 
-def features_of(model: ContrastiveModel, images: Tensor | ImagesByNumber, n: int) -> Tensor:
-    """Of n images, n x d on the CPU."""
-    return torch.cat(
-        [infer(model, _rows_of(images, rows), model.features).cpu() for rows in torch.arange(n).split(256)]
-    )
+def features_of(model: Any, images: Tensor | np.ndarray | ImagesByNumber, n: int | None = None) -> Tensor:
+    """Features of images, n x d on the CPU, the encoder frozen in eval mode.
+
+    model: a Learner, its model or its extractor().
+    images: uint8, n x 3 x H x W; or a function that gives those of row numbers, and n.
+    """
+    own = model_of(model)
+    if not callable(images):
+        images = checked_images(images, "the batch")
+        n = len(images)
+    if n is None:
+        raise UserError("n is missing: say how many images the function gives")
+    chunks = torch.arange(n).split(256)
+    return torch.cat([infer(own, _rows_of(images, rows), own.features).cpu() for rows in chunks])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -220,6 +230,9 @@ class Chosen(NamedTuple):
     n_held_back: int = 0
     tried: tuple[tuple[str, int], ...] = ()  # each candidate, and how many of them it had right
 
+    def __repr__(self) -> str:
+        return f"Chosen({self.why})"
+
     @property
     def accuracy(self) -> float | None:
         return self.right / self.n_held_back if self.n_held_back else None
@@ -249,6 +262,7 @@ def choose_classifier(
     unlabelled: other frames of the stream, for self-training; none of a scene that has a label.
     tuning: other options of `fine_tune`.
     """
+    model = model_of(model)
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
     weights, groups = checked_weights(weights, labels), checked_groups(groups, labels)
     models = [model] if public is None else [model, public]

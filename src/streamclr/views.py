@@ -1,24 +1,76 @@
-"""The strong random views that are trained on, and the deterministic flip that is scored, batched on tensors."""
+"""The strong random views that are trained on, and the weak ones that are scored, batched on tensors."""
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
-from streamclr.encoders.inference import as_float
+from streamclr.base.options import shown
+from streamclr.encoders.inference import as_float, holds_generator
 
 GREY = (0.299, 0.587, 0.114)  # ITU-R 601 luma
 # The hue rotates in the plane of I and Q (YIQ), where a rotation is linear and keeps the luma.
 RGB_TO_YIQ = (GREY, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
 
+class Views(Protocol):
+    """What makes the views that are trained on: any function of images and a generator.
+
+    Views with `draw` and `apply`, as StrongViews has them, can be made in chunks; others are made all at once.
+    """
+
+    def __call__(self, images: Tensor, generator: torch.Generator, /) -> Tensor:
+        """One view of each stored uint8 image: n x 3 x height x width in [0, 1]."""
+
+
+# The weak view x+ of Sec. III-B, without randomness; of a frame that shows the same as the image.
+WeakView = Callable[[Tensor], Tensor]
+
+
 def flip(images: Tensor) -> Tensor:
-    """The weak view x+ of Sec. III-B: mirrored left to right, no randomness."""
+    """The paper's: mirrored left to right."""
     return images.flip(-1)
+
+
+def vertical_flip(images: Tensor) -> Tensor:
+    """Upside down: for what has no up and down, as seen from above."""
+    return images.flip(-2)
+
+
+def shift(images: Tensor, share: float = 0.125) -> Tensor:
+    """To the right by a share of the width; the left column fills the gap. For signs and text."""
+    if not 0 < share < 1:
+        raise UserError(f"share is {share}: use a share of the image's width, as 0.125")
+    columns = torch.arange(images.shape[-1], device=images.device) - max(1, round(share * images.shape[-1]))
+    return images[..., columns.clamp(min=0)]
+
+
+def without_colour(images: Tensor) -> Tensor:
+    """In grey: for signs and text, where colour is not what tells classes apart."""
+    luma = torch.tensor(GREY, device=images.device).view(3, 1, 1)
+    return (images * luma).sum(1, keepdim=True).to(images.dtype).expand_as(images)
+
+
+WEAK_VIEWS: dict[str, Callable[..., Tensor]] = {
+    "flip": flip,
+    "vertical-flip": vertical_flip,
+    "shift": shift,
+    "grey": without_colour,
+}
+
+
+def build_weak_view(weak_view: str | WeakView) -> WeakView:
+    """The weak view `name?option=value`, built in or of a researcher, or any function of images."""
+    made = plugins.make("weak_view", weak_view, WEAK_VIEWS) if isinstance(weak_view, str) else weak_view
+    if inspect.isclass(made) or not callable(made):
+        raise UserError(f"weak_view is {made!r}: give {plugins.KINDS['weak_view'].is_a}")
+    return made
 
 
 class StrongViews:
@@ -55,6 +107,8 @@ class StrongViews:
                 raise UserError(f"{name} is {probability}: use a probability, 0 to 1")
         self.scale, self.strength, self.jitter, self.grey, self.blur = scale, strength, jitter, grey, blur
         self.flip, self.side = flip, side
+
+    __repr__ = shown
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """One view of each stored uint8 image: n x 3 x (side H) x (side W) in [0, 1], on the images' device."""
@@ -98,26 +152,63 @@ class StrongViews:
         return _blur(_recolour(views, draw), draw.sigma)
 
 
+VIEWS: dict[str, Callable[..., Any]] = {"strong": StrongViews}
+
+
+def build_views(views: str | Views, crop: float, flip: str, side: float) -> Views:
+    """The views `name?option=value`, built in or of a researcher, or any function of images and a generator.
+
+    crop, flip, side: options of a run, for views by name that take them as StrongViews does.
+    """
+    usual = {"scale": (crop, 1.0), "flip": flip == "on", "side": side}
+    made = plugins.make("views", views, VIEWS, **usual) if isinstance(views, str) else views
+    if inspect.isclass(made) or not callable(made):
+        raise UserError(f"views is {made!r}: give {plugins.KINDS['views'].is_a}, as StrongViews()")
+    if holds_generator(made):
+        how = "draw from the one that they are called with, so that a run can resume"
+        raise UserError(f"the views {type(made).__name__} hold a random generator of their own: {how}")
+    return made
+
+
 class ViewPairs:
-    """Two random views of each of n images, made when they are asked for: rows i and n + i are views of image i.
+    """Two random views of each of n images, the same at every call: rows i and n + i are views of image i.
 
     neighbours: images of which the second views are, one for each; default: the images themselves.
     """
 
-    def __init__(
-        self, views: StrongViews, images: Tensor, generator: torch.Generator, neighbours: Tensor | None = None
-    ):
+    def __init__(self, views: Views, images: Tensor, generator: torch.Generator, neighbours: Tensor | None = None):
         self.views, self.images, self.neighbours = views, images, images if neighbours is None else neighbours
-        self.draw = views.draw((2 * len(images), *images.shape[1:]), generator)
+        self.draw = self.made = None
+        if can_chunk(views):  # made when they are asked for
+            self.draw = views.draw((2 * len(images), *images.shape[1:]), generator)  # type: ignore[attr-defined]
+        else:
+            self.made = _checked_views(views(torch.cat([images, self.neighbours]), generator), 2 * len(images))
 
     def __len__(self) -> int:
         return 2 * len(self.images)
 
     def __call__(self, rows: slice) -> Tensor:
+        if self.made is not None:
+            return self.made[rows]
         start, stop, _ = rows.indices(len(self))
         n = len(self.images)
         first, second = self.images[start:stop], self.neighbours[max(0, start - n) : max(0, stop - n)]
-        return self.views.apply(torch.cat([first, second]), self.draw.rows(rows))
+        return self.views.apply(torch.cat([first, second]), self.draw.rows(rows))  # type: ignore[attr-defined, union-attr]
+
+
+def can_chunk(views: Views) -> bool:
+    return hasattr(views, "draw") and hasattr(views, "apply")
+
+
+def _checked_views(views: Any, n: int) -> Tensor:
+    due = f"return float images in [0, 1], {n} x 3 x height x width, one for each image"
+    if not isinstance(views, Tensor):
+        raise UserError(f"the views are a {type(views).__name__}: {due}")
+    if not views.is_floating_point() or views.ndim != 4 or views.shape[:2] != (n, 3):
+        raise UserError(f"the views are {views.dtype} of shape {tuple(views.shape)}: {due}")
+    if (most := float(views.max())) > 2:  # not images of 0 to 255; a little above 1 may be meant
+        raise UserError(f"the views have values up to {most:.0f}: {due}")
+    return views
 
 
 class Draw(NamedTuple):

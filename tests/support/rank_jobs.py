@@ -11,6 +11,7 @@ from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import resnet18
 from streamclr.learner import Learner
+from streamclr.loss import LOSSES
 from streamclr.policy import FIFOReplace
 from streamclr.views import StrongViews
 from support.images import random_images
@@ -35,14 +36,24 @@ class RankViews(StrongViews):
         return whole.rows(torch.cat([rows, rows + n * self.ranks.n]))
 
 
-def learner(ranks, norm, n, dtype=torch.float32, train="all", projection="plain", precision="fp32"):
+class AtOnce:
+    """The same views from a function that cannot make them in chunks."""
+
+    def __init__(self, views):
+        self.views = views
+
+    def __call__(self, images, generator):
+        return self.views.apply(images, self.views.draw(images.shape, generator))
+
+
+def learner(ranks, norm, n, dtype=torch.float32, train="all", projection="plain", precision="fp32", **options):
     """n: images of a step on all ranks together."""
     with seeded(3 + ranks.index):  # the first rank's weights become those of all
         model = ContrastiveModel(resnet18(8, "small", norm), projection=projection).to(dtype)
-    views = RankViews(ranks, dtype)
     made = Learner(
-        model, FIFOReplace(), n // ranks.n, views=views, train=train, precision=precision, seed=3, device="cpu"
-    )
+        model, FIFOReplace(), n // ranks.n, views=RankViews(ranks, dtype), train=train, precision=precision,
+        seed=3 + ranks.index, device="cpu", **options,
+    )  # fmt: skip
     made.join(ranks)
     made.generator.manual_seed(3)  # the same on all ranks: each takes its rows of one draw
     return made
@@ -59,7 +70,8 @@ def learn(ranks, norm, n, n_steps=N_STEPS, dtype=torch.float32, **part):
             first = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.requires_grad}
             statistics = {name: buffer.clone() for name, buffer in one.model.named_buffers()}
     one.ranks.unshare(one.model)
-    return {"losses": losses, "gradients": first, "statistics": statistics, "state": one.model.state_dict()}
+    found = {"losses": losses, "gradients": first, "statistics": statistics, "state": one.model.state_dict()}
+    return found | {"loss": one.loss.state_dict()}
 
 
 def group(ranks):
@@ -85,6 +97,20 @@ def part(ranks):
 
 def bf16(ranks):
     return learn(ranks, "batch", 24, 3, precision="bf16")
+
+
+def losses(ranks):
+    """Of each loss; those with weights or state of their own have other ones on each rank before they begin."""
+    return {name: learn(ranks, "group", 24, 4, torch.float64, loss=name) for name in LOSSES}
+
+
+def at_once(ranks):
+    one = learner(ranks, "group", 24, torch.float64)
+    one.views = AtOnce(one.views)
+    found = []
+    for step in range(3):
+        found.append(one.learn_many(random_images(24, SIZE, seed=step).chunk(ranks.n)[ranks.index]).loss)
+    return {"losses": found}
 
 
 def own(ranks):
@@ -127,7 +153,9 @@ def agreed(ranks):
     return found
 
 
-JOBS = {job.__name__: job for job in (group, group_256, group_256_double, batch, part, bf16, own, agreed)}
+JOBS = {
+    job.__name__: job for job in (group, group_256, group_256_double, batch, part, bf16, losses, at_once, own, agreed)
+}
 
 
 def main(directory, *names):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 
 from streamclr.answers.address import Address
 from streamclr.answers.choice import Place
@@ -48,7 +49,7 @@ class Mqtt(Destination):
         if self._client is not None:
             return
         address = self.address
-        client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id=f"streamclr-{self.device}")
+        client = paho.Client(CallbackAPIVersion.VERSION2, client_id=f"streamclr-{self.device}")
         client.connect_timeout = ANSWER_SECONDS
         client.max_inflight_messages_set(0)
         if address.user is not None or address.secret is not None:

@@ -116,13 +116,18 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], where: str, assi
     where: where the weights came from, for the error.
     assign: use the tensors themselves, for a module on the meta device.
     """
+    module.load_state_dict(checked_weights(module, tensors, where), assign=assign)
+
+
+def checked_weights(module: nn.Module, tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """The weights, if they fit the module; see `load_weights`."""
     own = module.state_dict()
     if not any(key.endswith("num_batches_tracked") for key in tensors):  # old public weights lack these counters
         tensors = tensors | {key: value for key, value in own.items() if key.endswith("num_batches_tracked")}
     found, expected = ({key: str(list(one.shape)) for key, one in each.items()} for each in (tensors, own))
     if problems := _differences(found, expected):
         raise UserError(f"{where} does not fit the model: {'; '.join(problems)}")
-    module.load_state_dict(tensors, assign=assign)
+    return tensors
 
 
 def _differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from streamclr.base.errors import QuietExit, Stopped, UserError
 from streamclr.base.extras import is_clone
 from streamclr.base.options import redacted
+from streamclr.base.plugins import look_in, names_plugin
 from streamclr.base.progress import passing, say
 from streamclr.cli.parser import parse
 from streamclr.compute.allocator import keep_freed_memory
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with passing("streamclr: loading …"):  # torch takes seconds
             command, config = parse(sys.argv[1:] if argv is None else argv)
+        if names_plugin(vars(config)):
+            look_in(os.getcwd())
         return command(config) or 0
     except UserError as error:
         say("streamclr: " + " ".join(redacted(str(error)).split()))  # one line, even if it quotes several

@@ -18,10 +18,11 @@ from streamclr.cli.commands import SECTIONS, Command, Group
 # Headings for the help of commands with many options. Fields that are not here come first, without a heading.
 HEADINGS = {
     "stream": ("source", "images", "epochs", "stc", "size"),
-    "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "fresh", "guards"),
+    "buffer": ("policy", "buffer", "batch", "segment", "rescore_every", "weak_view", "fresh", "guards"),
     "encoder": ("encoder", "init", "train", "width", "stem", "norm", "norm_over", "projection"),
     "training": tuple(
-        "recipe optimizer lr lr_half weight_decay updates temperature positives reach crop flip side seed".split()
+        "recipe optimizer lr lr_half weight_decay updates loss temperature positives reach".split()
+        + "views crop flip side seed".split()
     ),
     "classifier and labels": (
         "fractions",

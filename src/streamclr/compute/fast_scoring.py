@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.machine import cache_dir, cpu_name
-from streamclr.encoders.architecture import Compact, MobileNetV2, ResNet, is_built_in
+from streamclr.encoders.architecture import is_built_in
 from streamclr.encoders.blocks import Block
+from streamclr.encoders.compact import Compact
+from streamclr.encoders.mobilenet import MobileNetV2
 from streamclr.encoders.projection import ContrastiveModel
+from streamclr.encoders.resnet import ResNet
 
 PRECISIONS = ("fp32", "folded", "int8", "half")
 Projection = Callable[[Tensor], Tensor]  # images in [0, 1] to unit vectors

@@ -39,6 +39,9 @@ class OneProcess:
     def unshare(self, model: nn.Module) -> None:
         """Undo `share`: the model works without the other ranks again."""
 
+    def start_alike(self, module: nn.Module) -> None:
+        """Give all ranks the weights of rank 0, of a module whose gradients are the same on all ranks."""
+
     def gather(self, z: Tensor) -> Tensor:
         """The rows of all ranks, in rank order, with gradient."""
         return z
@@ -97,6 +100,11 @@ class Ranks(OneProcess):
 
     def unshare(self, model: nn.Module) -> None:
         _change_norms(model, {shared: own for own, shared in SHARED.items()})
+
+    def start_alike(self, module: nn.Module) -> None:
+        with _communication():
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, 0)
 
     def gather(self, z: Tensor) -> Tensor:
         return _Gather.apply(z)

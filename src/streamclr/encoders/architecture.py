@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import nn
 
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.encoders.compact import Compact, compact
@@ -59,6 +60,7 @@ class Architecture(NamedTuple):
         if encoder == "compact":
             _refuse(encoder, stem=stem)
             return cls(encoder, 32 if width is None else width, None, norm or "batch", projection or "batchnorm")
+        encoder = plugins.full_name("encoder", encoder, ENCODERS)
         encoder = resolved_name(encoder) if is_adapter(encoder) else _known(encoder)
         _refuse(encoder, width=width, stem=stem, norm=norm)
         return cls(encoder, projection=projection or "batchnorm")
@@ -101,6 +103,14 @@ class Architecture(NamedTuple):
                     if _shapes(found.make()) == shapes:
                         return found
         raise UserError(f"the encoder is a {type(encoder).__name__}: use {', '.join(ENCODERS)} of streamclr")
+
+
+def encoder_name(model: ContrastiveModel) -> str:
+    """For people: of streamclr's own encoders the name, of others the class."""
+    try:
+        return Architecture.of(model).encoder
+    except UserError:
+        return type(model.encoder).__name__
 
 
 def _refuse(encoder: str, **options: int | str | None) -> None:

@@ -65,4 +65,5 @@ class Compact(nn.Module):
 
 
 def compact(width: int = 32, norm: Norm = "batch") -> Compact:
+    """An encoder for learning from scratch on a CPU, with random weights, see `Compact`."""
     return Compact(width, norm)

@@ -1,5 +1,6 @@
 """Running a model on stored images: eval mode, no gradient, in chunks."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,6 +41,14 @@ def as_float(images: Tensor) -> Tensor:
     """Stored images as float in [0, 1]."""
     check_stored(images)
     return images / 255
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def holds_generator(part: object) -> bool:
+    """Whether a policy, views or a loss have a random generator of their own, whose state would have to be saved."""
+    return any(isinstance(value, GENERATORS) for value in getattr(part, "__dict__", {}).values())
 
 
 @contextmanager

@@ -76,4 +76,5 @@ class MobileNetV2(nn.Module):
 
 
 def mobilenet_v2() -> MobileNetV2:
+    """MobileNetV2 with random weights; `Learner("mobilenet_v2")` has the public ones."""
     return MobileNetV2()

@@ -1,6 +1,7 @@
 """The encoder f with its projection head g (Sec. II-A), and the encoder alone, frozen."""
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ class ContrastiveModel(nn.Module):
     mean: Tensor
     std: Tensor
     in_bf16: bool = False  # whether the encoder computes in bfloat16 while it is trained
+    weak_view: Callable[[Tensor], Tensor] | None = None  # by which its contrast score is computed; None: the flip
     max_chunk: int | None = None  # images of one forward pass in inference, where memory is limited
 
     def __init__(self, encoder: nn.Module, projection_size: int = 128, projection: str = "plain"):
         super().__init__()
         self.n_features = n = count_features(encoder)
-        self.encoder, self.projection = encoder, projection
+        self.encoder, self.projection, self.projection_size = encoder, projection, projection_size
         self.head = make_projection(projection, n, projection_size)
         for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
             self.register_buffer(name, torch.tensor(getattr(encoder, f"image_{name}", usual)).view(3, 1, 1))
@@ -98,9 +100,20 @@ class FeatureExtractor:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.n_features = model.n_features
 
+    def __repr__(self) -> str:
+        return f"FeatureExtractor({type(self.model.encoder).__name__}, {self.n_features} features)"
+
     def __call__(self, images: Tensor | np.ndarray) -> Tensor:
         """Features of uint8 images, n x 3 x H x W: n x n_features, on the CPU."""
         return infer(self.model, checked_images(images, "the batch"), self.model.features).cpu()
+
+
+def model_of(given: Any) -> ContrastiveModel:
+    """A model itself, or that of a Learner, a Pretrained or a FeatureExtractor."""
+    found = given if isinstance(given, ContrastiveModel) else getattr(given, "model", None)
+    if not isinstance(found, ContrastiveModel):
+        raise UserError(f"a {type(given).__name__} is no model: give a Learner, its model or its extractor()")
+    return found
 
 
 def count_features(encoder: nn.Module) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.extras import how_to_install
 from streamclr.base.progress import quiet
@@ -243,18 +244,7 @@ def _timm(name: str, model_name: str, pretrained: bool) -> nn.Module:
 
 
 def _of_function(name: str) -> nn.Module:
-    place, _, function_name = name.rpartition(":")
-    try:
-        module = importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise  # of something that the module itself imports
-        raise UserError(
-            f"no module {error.name} for the encoder {name}: install it, or add its directory to PYTHONPATH"
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(f"{place} has no function {function_name}: write package.module:function")
+    function = plugins.find("encoder", name, {})
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError) as error:

@@ -171,12 +171,15 @@ class ResNet(nn.Module):
 
 
 def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    """ResNet-18 with random weights: images to features, see `ResNet`."""
     return ResNet(BasicBlock, (2, 2, 2, 2), width, stem, norm)
 
 
 def resnet34(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    """ResNet-34 with random weights: images to features, see `ResNet`."""
     return ResNet(BasicBlock, (3, 4, 6, 3), width, stem, norm)
 
 
 def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
+    """ResNet-50 with random weights: images to features, see `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 6, 3), width, stem, norm)

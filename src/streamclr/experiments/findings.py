@@ -1,8 +1,8 @@
 """The results of an experiment: tables with the paper's numbers beside ours, and a plot."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ NAMES = {
 }
 POLICIES = ("contrast", "random", "fifo")  # those with a number for every setting in the paper
 
+
 Draw = Callable[["Axes"], None]
 Points = Sequence[tuple[float, float]]
 Series = Sequence[tuple[str, Points, str]]  # the name, which may be empty, points, and matplotlib's format of a line
@@ -42,6 +43,11 @@ class Findings:
     measured: dict[str, Any]
     title: str  # of the plot
     draw: Draw
+
+
+def policies_of(lab: Lab, usual: Iterable[str] = NAMES) -> dict[str, str]:
+    """The policies of a table and their names in it: the usual ones, and those of --policies."""
+    return {policy: NAMES.get(policy, policy) for policy in dict.fromkeys([*usual, *lab.policies])}
 
 
 def accuracy(results: Sequence[Result], fraction: str = ALL) -> list[float]:
@@ -117,32 +123,44 @@ def scale_note(lab: Lab) -> str:
     )
 
 
-def policies_table(title: str, first: str, last: str, settings: Mapping[str, Setting], note: str = "") -> Table:
-    """The accuracy of each of POLICIES in each setting beside the paper's, and the margin of contrast scoring.
+def policies_table(
+    title: str, names: Iterable[str], first: str, last: str, settings: Mapping[str, Setting], note: str = ""
+) -> Table:
+    """The accuracy of each policy in each setting beside the paper's, and the margin of contrast scoring, the first.
 
+    names: of the policies, of which the paper has POLICIES.
     first, last: the headings of the outer columns.
-    settings: our accuracies, the paper's and the last cell of each of POLICIES.
+    settings: our accuracies, the paper's and the last cell of each policy.
     """
     rows = []
     for setting, (ours, paper, cells) in settings.items():
-        for policy, own, theirs, cell in zip(POLICIES, ours, paper, cells, strict=True):
-            margin = [spread(margins(ours[0], own)), f"{paper[0] - theirs:.2f}"] if policy != "contrast" else ["–"] * 2
-            rows.append([f"{setting}, {NAMES[policy]}", *against(own, theirs), *margin, cell])
+        for name, own, theirs, cell in zip_longest(names, ours, paper, cells):
+            of_paper = "–" if theirs is None else f"{paper[0] - theirs:.2f}"
+            margin = [spread(margins(ours[0], own)), of_paper] if own is not ours[0] else ["–"] * 2
+            rows.append([f"{setting}, {name}", *against(own, theirs), *margin, cell])
     head = [first, "accuracy, all labels, %", "paper", "difference", "contrast less this", "paper", last]
     return Table(title, head, rows, note)
 
 
 def policies_by(
-    columns: Mapping[int, str], measured: Accuracies, title: str, note: str, xlabel: str, log: int, unit: int = 1
+    columns: Mapping[int, str],
+    measured: Accuracies,
+    title: str,
+    note: str,
+    xlabel: str,
+    log: int,
+    unit: int = 1,
+    names: Mapping[str, str] = NAMES,
 ) -> Findings:
     """The accuracy of every policy at each value of a setting, where `measured` has "policy value".
 
     The last row is a reservoir, the simplest rival, against contrast scoring.
     columns: heading by value.
+    names: of the policies in the table.
     log: the base of the plot's axis, on which a value is `unit` times as large.
     """
     rows, series = [], []
-    for policy, name in NAMES.items():
+    for policy, name in names.items():
         own = {n: measured.get(f"{policy} {n}", {"accuracy": []})["accuracy"] for n in columns}
         rows.append([name, *map(spread, own.values())])
         series.append((name, [(unit * n, mean(values)) for n, values in own.items() if values], "o-"))

@@ -1,5 +1,6 @@
 """`streamclr reproduce`: does an experiment, writes its tables and plot, and an index of all experiments."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,23 @@ from streamclr.base.files import read_json, write_json
 from streamclr.base.options import argument
 from streamclr.base.plots import save_plot
 from streamclr.base.statistics import seeds_note
-from streamclr.experiments.beyond import adapt, asked, fleet, iid, large_buffer, recipe, stc, sweep, trust, unusable
+from streamclr.experiments.beyond import (
+    adapt,
+    asked,
+    fleet,
+    iid,
+    large_buffer,
+    recipe,
+    stc,
+    sweep,
+    trust,
+    unusable,
+    weak_views,
+)
 from streamclr.experiments.findings import Findings
 from streamclr.experiments.paper import buffer, curves, gradient, labels, lazy
-from streamclr.sweeps.lab import Lab, LabOptions
+from streamclr.sweeps.job import USUAL
+from streamclr.sweeps.lab import OF_EVERY_RUN, Lab, LabOptions
 from streamclr.sweeps.origin import listed
 
 SCRIPTS = (
@@ -33,10 +47,12 @@ SCRIPTS = (
     adapt,
     recipe,
     trust,
+    weak_views,
 )
 EXPERIMENTS: dict[str, Callable[[Lab], Findings]] = {
     script.__name__.rpartition(".")[2].replace("_", "-"): script.experiment for script in SCRIPTS
 }
+NO_POLICIES = ("lazy", "gradient", "sweep", "unusable", "asked", "fleet", "weak-views")
 
 
 @dataclass(frozen=True)
@@ -52,19 +68,23 @@ def reproduce(config: ReproduceOptions) -> Path:
         raise UserError(f"no experiment {config.name!r}: {opts.one_of(config.name, EXPERIMENTS)}")
     if config.classes and (config.name, config.scale) != ("curves", "paper"):
         raise UserError(f"classes is for 'curves --scale paper', and {config.name} reads no ImageNet: leave it out")
+    if config.policies and config.name in NO_POLICIES:
+        raise UserError(f"{config.name} has no table of policies: leave --policies out")
     lab = Lab(config)
     findings = EXPERIMENTS[config.name](lab)
     scale = "" if config.scale == "cpu" else f"-{config.scale}"  # another scale or number of images has its directory
     title = config.name + scale + (f"-{config.images}" if config.images else "")
-    title += f"-{config.precision}" if config.precision != "fp32" else ""
+    others = {name: value for name in OF_EVERY_RUN if (value := getattr(config, name)) != USUAL[name]}
+    title = "-".join([title, *map(opts.file_name, others.values())])
     title += f"-{Path(config.classes).stem}" if config.classes else ""
     directory = _place(lab.out / title, config.seeds, findings)
     directory.mkdir(exist_ok=True)
     images = f" --images {config.images}" if config.images else ""
     data = " --data DIR" if config.data else ""
-    precision = f" --precision {config.precision}" if config.precision != "fp32" else ""
+    other = "".join(f" --{name} {shlex.quote(value)}" for name, value in others.items())
     classes = f" --classes {Path(config.classes).name}" if config.classes else ""
-    how = f"--scale {config.scale} --seeds {config.seeds}{images}{data}{precision}{classes}"
+    policies = f" --policies {shlex.quote(config.policies)}" if config.policies else ""
+    how = f"--scale {config.scale} --seeds {config.seeds}{policies}{images}{data}{other}{classes}"
     command = f"streamclr reproduce {config.name} {how}"
     facts = {
         "command": command,

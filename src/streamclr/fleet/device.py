@@ -18,7 +18,7 @@ from streamclr.classifier import Head
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import Update, Weights, exchanged, is_statistic
-from streamclr.labelling.session import pixels
+from streamclr.labelling.candidates import pixels
 from streamclr.labelling.store import Labels
 from streamclr.models.heads import GLOBAL
 from streamclr.models.pretrained import Pretrained, save_pretrained

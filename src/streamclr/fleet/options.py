@@ -1,14 +1,17 @@
 """The options of a fleet's commands."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from streamclr.base.errors import UserError
-from streamclr.base.options import argument, one_of, option
+from streamclr.base.options import argument, one_of, option, split
 from streamclr.encoders.architecture import ENCODERS
 from streamclr.fleet.average import STATISTICS
+from streamclr.loss import LOSSES
 from streamclr.records import options as run
 from streamclr.records.options import RunOptions, as_run
+from streamclr.views import VIEWS
 
 # What the learners of all devices have in common: the server sends it with every round, and the weights.
 SHARED = ("size", *(field.name for field in fields(run.ModelOptions) if field.name not in ("init", "seed")))
@@ -108,15 +111,18 @@ class KeysOptions:
     days: int = option(825, "how long the certificate is valid")
 
 
-def check_encoder(encoder: str | None) -> None:
+def check_built_in(shared: Mapping[str, Any]) -> None:
     """A device builds what the server names: never a model from elsewhere, or a function. None is the usual one."""
-    if encoder and encoder not in ENCODERS:
-        raise UserError(f"a fleet has one of streamclr's own encoders, not {encoder!r}: {one_of(encoder, ENCODERS)}")
+    for name, known in (("encoder", ENCODERS), ("loss", LOSSES), ("views", VIEWS)):
+        given = split(shared[name] or "")[0]
+        if given and given not in known:
+            plural = {"loss": "losses", "encoder": "encoders"}.get(name, name)
+            raise UserError(f"a fleet has one of streamclr's own {plural}, not {given!r}: {one_of(given, known)}")
 
 
 def learner_options(shared: dict[str, Any], own: dict[str, Any]) -> RunOptions:
     """The options of a device's learner: those of the fleet, and its own."""
     if missing := [name for name in SHARED if name not in shared]:
         raise UserError(f"the server did not send {missing[0]}: update streamclr on the server")
-    check_encoder(shared["encoder"])
+    check_built_in(shared)
     return RunOptions(**own | {name: None if shared[name] == "" else shared[name] for name in SHARED})

@@ -22,7 +22,7 @@ from streamclr.classifier import Head, train_head
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.fleet.average import STATISTICS, Average, Round, Update, Weights, exchanged
 from streamclr.fleet.device import MAX_LABELS_SENT, save_global
-from streamclr.fleet.options import check_encoder
+from streamclr.fleet.options import check_built_in
 from streamclr.models.heads import GLOBAL
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.journal import Journal
@@ -55,7 +55,7 @@ class Rounds:
     def __init__(self, path: Path, learner: RunOptions, options: dict[str, Any]):
         if options["statistics"] not in STATISTICS:
             raise UserError(f"--statistics is {(own := options['statistics'])!r}: {one_of(own, STATISTICS)}")
-        check_encoder(learner.encoder)
+        check_built_in(asdict(learner))
         if learner.size is None:
             raise UserError("size is missing: give the side of the images, which all devices have in common")
         self.path, self.learner, self.size, self.options = path, learner, learner.size, options

@@ -19,6 +19,7 @@ from torch import Tensor
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.base.statistics import uniform
+from streamclr.guards import unusable
 from streamclr.records.label_budget import (
     DIGEST_SIZE,
     HEADER_SIZE,
@@ -248,3 +249,22 @@ def place(numbers: np.ndarray, capacity: int, seed: int) -> np.ndarray:
 
 def _digest(content: bytes, size: int) -> bytes:
     return hashlib.blake2b(content, digest_size=size).digest()
+
+
+def usable(clips: list[list[Candidate]]) -> list[list[Candidate]]:
+    """Without frames that are black, noise or smears; a clip may end up without any."""
+    bad = unusable(torch.stack([frame.image for clip in clips for frame in clip])).tolist()
+    is_bad = iter(bad)
+    kept = [[frame for frame in clip if not next(is_bad)] for clip in clips]
+    return [clip for clip in kept if clip]
+
+
+def png(image: Tensor) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(data, "PNG")
+    return data.getvalue()
+
+
+def pixels(picture: bytes) -> Tensor:
+    """The image of a PNG, 3 x H x W."""
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(picture)).convert("RGB"))).permute(2, 0, 1).contiguous()

@@ -1,6 +1,5 @@
 """Questions to a person about a run: which images, in which order, and the head that is trained on the answers."""
 
-import io
 import json
 import threading
 from collections import Counter
@@ -9,17 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from streamclr.base.errors import UserError
 from streamclr.base.statistics import wilson
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.guards import unusable
-from streamclr.labelling.candidates import Candidate, key_of, middle, read_clips
+from streamclr.labelling.candidates import Candidate, key_of, middle, pixels, png, read_clips, usable
 from streamclr.labelling.order import asking_order, directions
 from streamclr.labelling.people import People
 from streamclr.labelling.spread import find_companions, same_scene
@@ -130,7 +126,7 @@ class LabelSession:
         config = self.directory.config
         clips = read_clips(self.directory.path / "candidates.bin")
         if config.guards not in ("auto", "off") and clips:
-            clips = _usable(clips) or clips  # a person may know better than the guards
+            clips = usable(clips) or clips  # a person may know better than the guards
         if not clips:
             raise UserError("no images to ask about yet: the run has only begun")
         newest = clips[-1][-1].arrival
@@ -435,22 +431,3 @@ class LabelSession:
 
 def _last(answers: dict[str, Answer]) -> int:
     return max((answer.number for answer in answers.values()), default=0)
-
-
-def _usable(clips: list[list[Candidate]]) -> list[list[Candidate]]:
-    """Without frames that are black, noise or smears; a clip may end up without any."""
-    bad = unusable(torch.stack([frame.image for clip in clips for frame in clip])).tolist()
-    is_bad = iter(bad)
-    kept = [[frame for frame in clip if not next(is_bad)] for clip in clips]
-    return [clip for clip in kept if clip]
-
-
-def png(image: Tensor) -> bytes:
-    data = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(data, "PNG")
-    return data.getvalue()
-
-
-def pixels(picture: bytes) -> Tensor:
-    """The image of a PNG, 3 x H x W."""
-    return torch.from_numpy(np.array(Image.open(io.BytesIO(picture)).convert("RGB"))).permute(2, 0, 1).contiguous()

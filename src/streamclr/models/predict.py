@@ -24,10 +24,10 @@ from streamclr.models.formats.reader import Predictor, open_exported
 from streamclr.records.answering import AnswerOptions
 from streamclr.streams.cameras.feed import Feed
 from streamclr.streams.cameras.live import CameraFrames
-from streamclr.streams.datasets.images import DatasetSource, readable
+from streamclr.streams.datasets.images import DatasetSource, Source, readable
 from streamclr.streams.datasets.registry import DATASETS
 from streamclr.streams.frame import SUFFIXES
-from streamclr.streams.spec import VIDEOS, Source, fit_of, open_source, split_source, takes
+from streamclr.streams.spec import VIDEOS, fit_of, open_source, split_source, takes
 
 MAX_SENDING_SECONDS = 3600.0  # for the answers that wait when the last image is classified
 PIXELS_AT_ONCE = 2**16  # 64 images of 32 px; more is no faster

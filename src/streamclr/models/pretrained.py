@@ -62,6 +62,9 @@ class Pretrained:
         self.encoder, self.mean, self.std = self.model.encoder, _short(self.model.mean), _short(self.model.std)
         self.card, self.fit = Card() if card is None else card, fit
 
+    def __repr__(self) -> str:
+        return f"Pretrained({self.architecture.encoder}, {len(self.classes)} classes, {self.size} px)"
+
     def __call__(self, images: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8, n x 3 x H x W, of any height and width. Returns probabilities, n x classes, and features, n x d."""
         with inference_mode(self.classifier):

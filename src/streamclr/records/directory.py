@@ -18,13 +18,15 @@ import torch
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import held, json_line, near, read_json, write_json
+from streamclr.base.plugins import plugins_of
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_tensors, load_weights, save_tensors
+from streamclr.compute.device import find_device
 from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
-from streamclr.learner import Learner, Step, find_device
+from streamclr.learner import Learner, Step
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.plan import RunPlan
 from streamclr.streams.spec import split_source
@@ -32,6 +34,7 @@ from streamclr.streams.stream import Stream
 
 FINISHED = "the finished encoder"
 AT_FIRST = "the encoder of step 0"
+PLUGINS = "plugins.json"
 FIRST = "first.safetensors"  # the model of step 0, so that questions can be chosen before the first checkpoint
 
 
@@ -50,6 +53,7 @@ class RunDirectory:
             elif directory.differences(plan) or directory.results is not None:
                 continue
             directory.lock()
+            directory._note_plugins(plan)
             return directory
         if plan.resume and not plan.out:
             raise _nothing_to_resume(plan)
@@ -58,6 +62,7 @@ class RunDirectory:
         del content["to"]  # it has passwords
         write_json(directory.path / "config.json", content)
         directory.lock()
+        directory._note_plugins(plan)
         return directory
 
     @classmethod
@@ -98,6 +103,21 @@ class RunDirectory:
         ours, theirs = asdict(self.config), asdict(plan) | {"source": opts.redacted(plan.source)}
         names = [name for name in ours if name not in NOT_THE_RUNS and ours[name] != theirs[name]]
         return [f"{name} is {ours[name]} there, {theirs[name]} here" for name in names]
+
+    def _note_plugins(self, plan: RunPlan) -> None:
+        """Keep the hash of the source of each part that is not streamclr's; say if one is another than before."""
+        hashes = {plugin.name: plugin.hash for plugin in plugins_of(asdict(plan))}
+        known = read_json(file) if (file := self.path / PLUGINS).is_file() else {}
+        changed = [f"{name} was {known[name]}, is {new}" for name, new in hashes.items() if known.get(name, new) != new]
+        if changed:
+            how = "its steps from here on are by the new source"
+            self.tell(f"the source of a part of this run has changed ({', '.join(changed)}): {how}", self._last_step)
+        if hashes != known:
+            write_json(file, hashes)
+
+    @property
+    def _last_step(self) -> int:
+        return max(self.checkpoints.numbers(), default=0)
 
     def lock(self) -> None:
         """For this process, until it closes the directory or ends."""
@@ -181,7 +201,7 @@ class RunDirectory:
         if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
             learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl", FIRST)
             watched = ("looked-at", "status.json", "newest.safetensors", "buffer.safetensors")  # if somebody looked
-            for name in (*learned, *watched):
+            for name in (*learned, *watched, PLUGINS):
                 (self.path / name).unlink(missing_ok=True)
             for name in ("checkpoints", "ranks", "answers"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -359,7 +379,8 @@ NOT_THE_RUNS = (
 
 
 def _default_place(plan: RunPlan) -> Path:
-    return Path("runs") / f"{split_source(plan.source)[0]}-{opts.split(plan.policy)[0]}"
+    policy = opts.split(plan.policy)[0].rpartition(":")[2]  # of one's own: the class alone
+    return Path("runs") / f"{split_source(plan.source)[0]}-{policy}"
 
 
 def _nothing_to_resume(plan: RunPlan) -> UserError:

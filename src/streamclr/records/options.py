@@ -7,12 +7,15 @@ from typing import Any
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.options import option
+from streamclr.base.plugins import KINDS
 from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
+from streamclr.loss import LOSSES
 from streamclr.policy import POLICIES
 from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
 from streamclr.records.answering import AnswerOptions
 from streamclr.records.label_budget import MIN_ASKED, N_ASKED
+from streamclr.views import VIEWS, WEAK_VIEWS
 
 
 def by_recipe(name: str) -> str:
@@ -51,7 +54,11 @@ class LengthOptions:
 class PolicyOptions:
     """What stays in the buffer, in a command that runs one policy."""
 
-    policy: str | None = option(None, f"which images stay in the buffer: {', '.join(POLICIES)} {by_recipe('policy')}")
+    policy: str | None = option(
+        None,
+        f"which images stay in the buffer: {', '.join((*POLICIES, KINDS['policy'].form))}?option=value "
+        f"{by_recipe('policy')}",
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,11 @@ class ModelOptions:
         None, f"steps after which the learning rate has fallen to half; 0: it is constant {by_recipe('lr_half')}"
     )
     weight_decay: float = option(1e-4, "weight decay")
+    loss: str = option(
+        "nt-xent", f"of the projections of two views: {', '.join((*LOSSES, KINDS['loss'].form))}?option=value"
+    )
     temperature: float | None = option(None, f"of the loss {by_recipe('temperature')}")
+    views: str = option("strong", f"what makes the views: {', '.join((*VIEWS, KINDS['views'].form))}?option=value")
     positives: str | None = option(
         None,
         "contrast two views of one frame (views), or of two neighbouring ones (time), unless the images were shuffled "
@@ -127,6 +138,9 @@ class LearnerOptions(ModelOptions, BufferOptions):
     rescore_every: int | None = option(None, "lazy scoring: score an image in the buffer again every T steps [1]")
     fresh: float | None = option(
         None, f"share of the buffer that the policy contrast replaces in a step at least {by_recipe('fresh')}"
+    )
+    weak_view: str = option(
+        "flip", f"of the contrast score: {', '.join((*WEAK_VIEWS, KINDS['weak_view'].form))}?option=value"
     )
     updates: int = option(1, "updates of the model in one step")
     reach: int | None = option(None, "frames between two neighbours at most [a second's, up to 30]")

@@ -4,28 +4,33 @@ import dataclasses
 import math
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
+from streamclr.loss import LOSSES
+from streamclr.policy import POLICIES
 from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
 from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
 from streamclr.streams.spec import absolute_source, split_source, takes, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
-from streamclr.views import StrongViews
+from streamclr.views import VIEWS, WEAK_VIEWS
 
 # A public encoder has learned from larger images: at 32 px the last stage of MobileNetV2 is left with one pixel.
 MIN_SIZE = 64
 MAX_USUAL_DECODERS = 16
+# Of the parts that have names; the encoder's are resolved with its architecture.
+BUILT_IN: dict[str, Container[str]] = {"policy": POLICIES, "loss": LOSSES, "views": VIEWS, "weak_view": WEAK_VIEWS}
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,6 @@ class RunPlan(RunOptions):
         # Nor had it other recipes than the paper's, so that a run which was left unfinished goes on with that.
         usual = {name: value for name, value in PAPER.as_options().items() if content.get(name) is None}
         return cls(**{**content, **usual})
-
-    @property
-    def views(self) -> StrongViews:
-        return StrongViews((self.crop or PAPER.crop, 1.0), flip=self.flip != "off", side=self.side or PAPER.side)
 
     @property
     def architecture(self) -> Architecture:
@@ -128,6 +129,8 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
     recipe, given = _recipe(options), dataclasses.asdict(options)
     chosen = {name: value if given[name] is None else given[name] for name, value in recipe.as_options().items()}
     chosen["optimizer"], chosen["lr"] = usual_lr(recipe, options.optimizer, options.lr)
+    named = {"policy": chosen["policy"], **{name: given[name] for name in ("loss", "views", "weak_view")}}
+    chosen |= {name: plugins.full_name(name, text, BUILT_IN[name]) for name, text in named.items()}
     if options.train is None and architecture.encoder not in ENCODERS:
         chosen["train"] = "all"  # an adapter may have no stages
     if options.positives is None and not stream.in_time:

@@ -4,18 +4,21 @@ from pathlib import Path
 
 from streamclr.base.errors import UserError
 from streamclr.base.options import parse_size
+from streamclr.compute.device import find_device
 from streamclr.compute.fast_scoring import check_precision
 from streamclr.encoders.architecture import Architecture
 from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.weights import INITS, model_from
 from streamclr.guards import Guarded
-from streamclr.learner import Learner, find_device
+from streamclr.learner import Learner
 from streamclr.models.pretrained import from_pretrained
 from streamclr.policy import ContrastScoring, Policy, build_policy, policy_options
+from streamclr.recipe import PAPER
 from streamclr.records.options import ModelOptions
 from streamclr.records.plan import RunPlan, resolve_architecture
 from streamclr.scenes import REACH
+from streamclr.views import build_views
 
 
 def initial_model(options: ModelOptions, size: int) -> ContrastiveModel:
@@ -67,7 +70,9 @@ def make_learner(plan: RunPlan) -> Learner:
         lr=plan.lr,
         lr_half=plan.lr_half,
         weight_decay=plan.weight_decay,
-        views=plan.views,
+        loss=plan.loss,
+        views=build_views(plan.views, plan.crop or PAPER.crop, plan.flip or PAPER.flip, plan.side or PAPER.side),
+        weak_view=plan.weak_view,
         positives=plan.positives or "views",  # a plan of an earlier version does not say
         train=plan.train or "all",
         reach=plan.reach or REACH,

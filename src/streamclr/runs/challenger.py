@@ -20,8 +20,7 @@ from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Classifier, draw_labelled
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.labelling.candidates import key_of
-from streamclr.labelling.session import pixels
+from streamclr.labelling.candidates import key_of, pixels
 from streamclr.labelling.store import Labels
 from streamclr.linear import fit_linear
 from streamclr.models.versions import Score, Version, Versions

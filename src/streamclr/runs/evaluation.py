@@ -13,9 +13,9 @@ from streamclr.base.errors import UserError
 from streamclr.base.progress import Progress, say
 from streamclr.base.statistics import evenly_spaced
 from streamclr.classifier import Accuracy, Head, checked_labels, draw_labelled, knn_probe, linear_probe, train_head
-from streamclr.encoders.inference import infer, seeded
-from streamclr.encoders.projection import ContrastiveModel
-from streamclr.learner import checked_images
+from streamclr.encoders.inference import checked_images, infer, seeded
+from streamclr.encoders.projection import ContrastiveModel, model_of
+from streamclr.linear import fit_linear
 from streamclr.models.heads import Heads
 from streamclr.records.directory import RunDirectory
 from streamclr.records.plan import RunPlan
@@ -30,12 +30,11 @@ from streamclr.stage_two import (
     check_classifier,
     choose_classifier,
     fine_tune,
-    fit_linear,
     self_train,
 )
-from streamclr.streams.datasets.images import Images, readable
+from streamclr.streams.datasets.images import Images, Source, readable
+from streamclr.streams.datasets.own import as_images, is_images
 from streamclr.streams.frame import BadFrame
-from streamclr.streams.spec import Source
 from streamclr.streams.stream import Stream
 from streamclr.views import StrongViews
 
@@ -217,10 +216,10 @@ def _images_of(images: Images, numbers: Tensor) -> Tensor | ImagesByNumber:
 
 
 def evaluate(
-    model: ContrastiveModel,
-    train: Images,
-    test: Images,
-    fractions: tuple[float, ...],
+    model: Any,
+    train: Any,
+    test: Any,
+    fractions: Sequence[float] = (0.01, 0.1, 1.0),
     seed: int = 0,
     classifier: str = "auto",
     public: ContrastiveModel | None = None,
@@ -228,10 +227,18 @@ def evaluate(
 ) -> tuple[dict[str, Any], dict[float, Chosen]]:
     """Stage two: a classifier for each label fraction, and both probes on all labels.
 
+    model: a Learner, its model or its extractor().
+    train, test: labelled images, as those of a stream, or a pair of images and labels (see `as_images`).
     classifier: one of CLASSIFIERS.
     public: the encoder before it learned from the stream: `auto` takes it where the labels say that it is better.
     spread: let a label count for the other frames of its track, and learn from other tracks, where tracks are known.
+
+    Returns what results.json says of them, and the classifiers.
     """
+    model, train = model_of(model), _labelled_images("train", train)
+    test = _labelled_images("test", test, train.classes)
+    if tuple(train.classes) != tuple(test.classes):
+        raise UserError(f"train has the classes {_some(train.classes)}, test {_some(test.classes)}: give the same")
     check_classifier(classifier)
     n_classes = len(train.classes)
     draws = {fraction: draw_labelled(train.labels, fraction, train.classes, seed) for fraction in fractions}
@@ -259,6 +266,18 @@ def evaluate(
             "per_class": dict(zip(train.classes, accuracy.per_class, strict=True)),
         }
     return {"n_test": len(tested.labels), "labels": labels, **probes(known, tested, n_classes)}, chosen
+
+
+def _labelled_images(name: str, data: Any, classes: Sequence[str] | None = None) -> Images:
+    """classes: of images that do not say."""
+    images = as_images(data, classes=None if is_images(data) or hasattr(data, "classes") else classes)
+    if not images.classes or not len(images):
+        raise UserError(f"{name} has no labels or no images: give labelled images, or (images, labels)")
+    return images
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" … ({len(names)})" if len(names) > 4 else "")
 
 
 def evaluate_supervised(

@@ -12,7 +12,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import redacted
 from streamclr.base.plots import line_plot, plot
 from streamclr.base.table import Table, labels_heading, percent
-from streamclr.labelling.session import png
+from streamclr.labelling.candidates import png
 from streamclr.records.directory import RunDirectory
 from streamclr.runs.next_step import next_step
 from streamclr.stage_two import KINDS

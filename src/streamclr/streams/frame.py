@@ -85,7 +85,7 @@ def open_frame(file: Path | bytes, spare: Spare = lambda width, height: 1.0, max
             ImageOps.exif_transpose(opened, in_place=True)
         if before[0] != before[1]:  # it may be damaged, and the picture not turned
             upright = (width, height) if opened.size == before else (height, width)
-        return Frame(_eight_bits(opened, _name(file)), upright)
+        return Frame(eight_bits(opened, _name(file)), upright)
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -149,7 +149,7 @@ def _silence_libtiff() -> None:
     Where Pillow's library does not show its symbols (Windows) the messages stay; they do no harm.
     """
     with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(Image.core.__file__)  # with the libraries that it is linked to
+        library = ctypes.CDLL(Image.core.__file__)  # type: ignore[attr-defined]  # with the libraries that it is linked to
         for function in (library.TIFFSetErrorHandler, library.TIFFSetWarningHandler):
             function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_void_p
             function(None)
@@ -195,7 +195,7 @@ def _webp_size(head: bytes) -> tuple[int, int] | None:
     return width & 0x3FFF, height & 0x3FFF
 
 
-def _eight_bits(image: Image.Image, what: str) -> Image.Image:
+def eight_bits(image: Image.Image, what: str) -> Image.Image:
     """The picture in RGB, or in RGBA if anything in it may be transparent."""
     # What Pillow reads as 32-bit numbers has 16 bits in a PNG or PPM, and any range elsewhere.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):

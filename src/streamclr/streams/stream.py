@@ -2,20 +2,23 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from streamclr.base import options as opts
 from streamclr.base.errors import UserError
+from streamclr.base.options import redacted
 from streamclr.scenes import find_scenes
 from streamclr.streams.account import MAX_NAMED, Account
 from streamclr.streams.cameras.live import CameraFrames, Idle, never
 from streamclr.streams.datasets.images import DatasetSource, Images, Source, readable
+from streamclr.streams.datasets.own import as_array, is_images, is_sequence, own_source
 from streamclr.streams.frame import BadFrame
 from streamclr.streams.spec import open_source, split_source
 
@@ -50,6 +53,11 @@ class Stream(Protocol):
     def fps(self) -> float | None:
         """Frames a second, where that is known before they come."""
         return None
+
+    def __repr__(self) -> str:
+        what = ", ".join(redacted(name) for name in self.places)
+        length = "" if self.n_images is None else f" of {self.n_images:,}"
+        return f"{type(self).__name__}({what}, at image {self.position:,}{length})"
 
     def segments(
         self,
@@ -105,16 +113,39 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def open_stream(source: str | Path, **options: Any) -> "DatasetStream | CameraStream":
+@overload
+def open_stream(source: str | Path, **options: Any) -> "DatasetStream | CameraStream": ...
+@overload
+def open_stream(source: Any, **options: Any) -> "Stream": ...
+def open_stream(source: Any, **options: Any) -> "Stream":
     """A stream from a source string such as `synthetic:`, `cifar10?stc=500`, `clip.mp4` or `rtsp://camera/1`.
+
+    Or from images of the program: uint8, n x 3 x H x W; a torch Dataset or a list of images, with the options `labels`,
+    `tracks`, `classes`, `size`, `stc`, `seed`, `passes` and `order`; any other iterable of frames, such as a generator,
+    with `classes` and `size`; or a Source.
 
     Options may stand in the string or be given as keywords, which win.
     """
+    if not isinstance(source, str | Path):
+        return _open_own(source, options)
     opened = open_source(source, **options)
     if isinstance(opened, list):
         return CameraStream(opened)
     kind, path, _ = split_source(source)
     return DatasetStream(opened, f"{kind}:{path}" if path else kind)
+
+
+def _open_own(source: Any, options: dict[str, Any]) -> Stream:
+    from streamclr.streams.frames import FrameStream
+
+    if isinstance(source, Source):
+        return opts.build(DatasetStream, options, "a stream of a Source", source)
+    if is_images(source) or is_sequence(source) or as_array(source) is not None:
+        return DatasetStream(opts.build(own_source, options, "a stream of images", source), "images")
+    if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
+        return opts.build(FrameStream, options, "a stream of frames", source)
+    due = "give one such as 'clip.mp4', images, a torch Dataset, an iterable of frames, or a class derived from Source"
+    raise UserError(f"a {type(source).__name__} is no source: {due}")
 
 
 class DatasetStream(Stream):

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.options import option
 from streamclr.base.plots import line_plot
 from streamclr.base.statistics import mean_by, seeds_note, spread
 from streamclr.base.table import Table, labels_heading
-from streamclr.policy import policy_options
+from streamclr.policy import listed_policies, policy_options
 from streamclr.recipe import SCRATCH
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.options import (
@@ -41,7 +42,9 @@ from streamclr.sweeps.places import ON, Place, open_place, work
 class PoliciesOptions:
     """What is compared, and where it runs."""
 
-    policies: str = option("contrast,random,fifo", "the policies to compare, with commas between")
+    policies: str = option(
+        "contrast,random,fifo", "the policies to compare, with commas between; of your own as package.module:Class"
+    )
     seeds: int = option(3, "how many seeds, from --seed on; a seed has one stream for all policies")
     on: str | None = option(None, ON)
 
@@ -77,11 +80,9 @@ def compare(
 
     baselines: further rows of the table.
     """
-    policies = [name.strip() for name in options.policies.split(",")]
+    policies = listed_policies(options.policies)
     if options.seeds < 1:
         raise UserError(f"seeds is {options.seeds}: use at least 1")
-    if len(set(policies)) < len(policies):
-        raise UserError(f"--policies {options.policies} names a policy twice: name each once")
     takes = {policy: policy_options(policy) for policy in policies}
     if options.rescore_every is not None and not any("rescore_every" in names for names in takes.values()):
         raise UserError("--rescore-every is for the policy contrast, which is not among --policies")
@@ -100,7 +101,7 @@ def compare(
     plans: dict[Path, RunPlan] = {}
     for seed in range(options.seed, options.seed + options.seeds):
         for policy, plan in ready.items():
-            path = out / f"{policy}-{seed}".replace("?", ",").replace("&", ",")
+            path = out / opts.file_name(f"{policy}-{seed}")
             # The supervised baselines depend on the seed alone.
             plans[path] = replace(plan, seed=seed, supervised=plan.supervised and policy == policies[0])
             directories[policy].append(RunDirectory(path))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +17,7 @@ from typing import IO, Any
 from streamclr.base import options as opts
 from streamclr.base.errors import Stopped, UserError
 from streamclr.base.files import read_json, write_json
+from streamclr.base.plugins import Plugin, bring, plugins_of
 from streamclr.base.progress import say
 from streamclr.records.directory import NOT_THE_RUNS
 from streamclr.streams.datasets import registry as data
@@ -42,7 +43,10 @@ USUAL: Result = {
     "lr": 1e-4,
     "lr_half": 0,
     "weight_decay": 1e-4,
+    "loss": "nt-xent",
     "temperature": 0.5,
+    "views": "strong",
+    "weak_view": "flip",
     "positives": "views",
     "train": "all",
     "crop": 0.2,
@@ -83,28 +87,40 @@ class Job:
             if name not in NOT_THE_RUNS and value != USUAL.get(name)
         }
         content = json.dumps([self.name, special], sort_keys=True)
-        return f"{self.title}-{hashlib.sha256(content.encode()).hexdigest()[:10]}".replace("?", ",").replace("&", ",")
+        return opts.file_name(f"{self.title}-{hashlib.sha256(content.encode()).hexdigest()[:10]}")
 
     def doing(self, name: str, function: Callable[..., Result], **own: Any) -> "Job":
         """The same run for another function, which has arguments of its own."""
         path = f"{function.__module__}:{function.__name__}"
         return replace(self, name=name, function=path, arguments=self.arguments | own)
 
-    def write(self, directory: Path) -> None:
+    @property
+    def plugins(self) -> list[Plugin]:
+        """The parts of a researcher that it uses, as this process finds them."""
+        return plugins_of(self.arguments)
+
+    def write(self, directory: Path, plugins: Sequence[Plugin] | None = None) -> None:
         """Write the job's description for its process; one that was interrupted counts as measured where it began."""
         directory.mkdir(parents=True, exist_ok=True)
-        measured_by = begun_by(directory) or origin(self.arguments.get("device"))
+        used = self.plugins if plugins is None else plugins
+        measured_by = begun_by(directory) or origin(self.arguments.get("device"), used)
         content = {"function": self.function, "arguments": self.arguments, "measured_by": measured_by}
-        write_json(directory / DESCRIPTION, content)
+        write_json(directory / DESCRIPTION, content | ({"plugins": used} if used else {}))
 
     def start(
-        self, directory: Path, threads: int, env: dict[str, str] | None = None, lock: IO[str] | None = None
+        self,
+        directory: Path,
+        threads: int,
+        env: dict[str, str] | None = None,
+        lock: IO[str] | None = None,
+        plugins: Sequence[Plugin] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start its process. If the directory exists, the job was interrupted there and continues.
 
         lock: a locked file; the process holds the lock too, until it ends.
+        plugins: as another machine has sent them [as this one finds them].
         """
-        self.write(directory)
+        self.write(directory, plugins)
         own = {"OMP_NUM_THREADS": str(threads)} | (env or {})
         with (directory / LOG).open("wb") as log:
             # The pipe to standard input closes when this process ends, however it ends; that ends the job.
@@ -154,6 +170,7 @@ def bring_dataset(source: str, data_dir: Path | None = None) -> None:
 def do_job(directory: Path, clock: "Clock") -> None:
     """Do the job of a directory and write its result, with who measured it."""
     job = read_json(directory / DESCRIPTION)
+    bring([Plugin(*one) for one in job.get("plugins", [])], directory / "plugins")
     bring_dataset(job["arguments"].get("source", ""))  # this may not be the machine that made the plan
     module, _, function = job["function"].partition(":")
     result = getattr(importlib.import_module(module), function)(directory, **job["arguments"])

@@ -14,10 +14,14 @@ from streamclr.base import options as opts
 from streamclr.base.errors import UserError
 from streamclr.base.files import held, read_json
 from streamclr.base.options import option
+from streamclr.base.plugins import KINDS
 from streamclr.base.progress import Progress, say
 from streamclr.base.table import Table
 from streamclr.encoders.architecture import Architecture
 from streamclr.learner import PRECISIONS
+from streamclr.loss import LOSSES, build_loss
+from streamclr.policy import listed_policies
+from streamclr.recipe import PAPER
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
@@ -27,9 +31,10 @@ from streamclr.streams.datasets.folder import listed_classes
 from streamclr.streams.datasets.registry import DATASETS
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
-from streamclr.sweeps.job import RESULT, Job, Result, begun_by, bring_dataset
+from streamclr.sweeps.job import RESULT, USUAL, Job, Result, begun_by, bring_dataset
 from streamclr.sweeps.origin import Origin, difference, is_by, origin, origin_of
 from streamclr.sweeps.places import ON, open_place, work
+from streamclr.views import VIEWS, build_views
 
 # The paper's settings for CIFAR-10 (Sec. IV-A), and smaller ones for two CPU cores, chosen by `reproduce sweep` with
 # the policy Random. The contrast score is exact in both, so that no table depends on what is fast on a machine.
@@ -38,11 +43,12 @@ SCALES = {
     "paper": replace(ON_CIFAR, width=64, stem="small", lr=1e-4, images=25_000_000, probes=50),
     "cpu": replace(ON_CIFAR, width=8, stem="half", lr=3e-3, images=500_000, probes=20, checkpoint_minutes=1),
 }
+OF_EVERY_RUN = ("precision", "loss", "views")  # of which an experiment may be done with another
 BUFFER = 256  # images in the buffer, unless an experiment says otherwise
 # What the time of a step depends on.
 KIND_FIELDS = (
     "encoder init width stem norm projection train size policy buffer batch segment rescore_every fresh positives "
-    "optimizer precision device"
+    "optimizer precision device loss views weak_view"
 ).split()
 T = TypeVar("T")
 
@@ -55,6 +61,9 @@ class LabOptions:
         "cpu", f"{' or '.join(SCALES)}: the paper's settings, for GPUs, or smaller ones for two CPU cores"
     )
     seeds: int = option(3, "how many seeds, from 0 on")
+    policies: str | None = option(
+        None, "further policies, with commas between, as package.module:Class: a row of each [those of the table]"
+    )
     images: int | None = option(None, "images in each run, for a quick look [the scale's own]")
     workers: int | None = option(
         None, "runs at the same time [one for each GPU, or each core; on Ray, as many as there is room for]"
@@ -68,6 +77,8 @@ class LabOptions:
     precision: str = option(
         "fp32", "of the encoder's arithmetic in training: fp32 as in the paper, or bf16, which is faster on a GPU"
     )
+    loss: str = option(USUAL["loss"], f"of every run: {', '.join((*LOSSES, KINDS['loss'].form))}?option=value")
+    views: str = option(USUAL["views"], f"of every run: {', '.join((*VIEWS, KINDS['views'].form))}?option=value")
     classes: str | None = option(
         None, "file with class folders of ImageNet, one a line: a subset of 20 has the first 20 [by the folders' names]"
     )
@@ -87,18 +98,18 @@ class Lab:
                 raise UserError(f"{name} is {value}: use at least {least}")
         if options.precision not in PRECISIONS:
             raise UserError(f"precision is {options.precision!r}: use {' or '.join(PRECISIONS)}")
+        build_loss(options.loss)
+        build_views(options.views, PAPER.crop, PAPER.flip, PAPER.side)
         self.options, self.scale, self.images = options, options.scale, options.images
         self.out, self.data_dir = Path(options.out), None if options.data is None else Path(options.data).expanduser()
         self.place = open_place(options.on, options.workers, options.device, plan=options.plan)
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UserError(f"no directory {options.data!r}: give --data a directory with official files of datasets")
+        self.policies = listed_policies(options.policies or "")
         self.classes = None if options.classes is None else self._listed(options.classes)
         self.left_out: list[str] = []  # datasets that were not found
         self.seconds = 0.0  # of work for the results, whenever it was done
         self.origins: list[Origin] = []  # of the results
-        self._now = {name: value for name, value in origin(self.place.device).items() if name != "date"}
-        if self.place.name:  # which machine of a cluster does a job is not known before
-            del self._now["machine"]
 
     def pick(self, *, paper: T, cpu: T) -> T:
         """The value for this scale."""
@@ -134,7 +145,8 @@ class Lab:
         """The scale's settings with these instead; n_imagenet: the source is so many classes of ImageNet."""
         if n_imagenet is not None:
             settings["source"] = f"imagenet:{self.data_dir or ''}?classes={self._of_imagenet(n_imagenet)}"
-        return replace(SCALES[self.scale], precision=self.options.precision, **settings)
+        of_every_run = {name: getattr(self.options, name) for name in OF_EVERY_RUN}
+        return replace(SCALES[self.scale], **of_every_run, **settings)
 
     def _of_imagenet(self, n: int) -> str:
         """Its classes by name where they were listed, so that a job is known by them; else how many."""
@@ -174,11 +186,18 @@ class Lab:
     def _done(self, jobs: dict[str, Job]) -> set[str]:
         """The keys of the jobs that have a result, and with `redo` one that was measured as it would be now."""
         found = {key: origin_of(read_json(file)) for key, job in jobs.items() if (file := self._result(job)).exists()}
+        now = {key: self._origin_now(jobs[key]) for key in found}
         if self.options.redo:
-            return {key for key, one in found.items() if is_by(self._now, one)}
-        if line := difference(self._now, list(found.values())):
+            return {key for key, one in found.items() if is_by(now[key], one)}
+        if line := difference(list(now.values()), list(found.values())):
             say(line)
         return set(found)
+
+    def _origin_now(self, job: Job) -> Origin:
+        """What would measure a job now."""
+        now = origin(self.place.device, job.plugins)
+        unknown = ("date", "machine") if self.place.name else ("date",)  # which machine of a cluster will do a job
+        return {name: value for name, value in now.items() if name not in unknown}
 
     def _directory(self, job: Job) -> Path:
         """Where it runs; not needed once there is a result."""
@@ -190,8 +209,8 @@ class Lab:
     def _work(self, jobs: dict[Path, Job]) -> None:
         (self.out / "jobs").mkdir(exist_ok=True)
         if self.options.redo:
-            for directory in jobs:
-                if (begun := begun_by(directory)) and not is_by(self._now, begun):
+            for directory, job in jobs.items():
+                if (begun := begun_by(directory)) and not is_by(self._origin_now(job), begun):
                     shutil.rmtree(directory)
         work(jobs, self.place, lambda directory: (directory / RESULT).replace(self._result(jobs[directory])))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from streamclr.base.errors import UserError
 from streamclr.base.extras import how_to_install
 from streamclr.base.files import write_bytes
+from streamclr.base.plugins import Plugin
 from streamclr.base.progress import say
 from streamclr.sweeps.job import LOG, RESULT, Job, n_seen
 from streamclr.sweeps.origin import code_hash
@@ -62,7 +63,7 @@ class OnRay:
         self.name = f"Ray, {len(machines)} machine{'s' * (len(machines) != 1)}"
         self.workers, self._max_tasks = min(workers or room, room) or 1, workers
         self._sweep = secrets.token_hex(4)
-        self._tasks: dict[ObjectRef, tuple[str, Path]] = {}
+        self._tasks: dict[ObjectRef[Any], tuple[str, Path]] = {}
         resources = {"num_cpus": self.threads, "num_gpus": needs.get("GPU", 0)}
         self._do = ray.remote(**resources, max_retries=N_RETRIES, retry_exceptions=[Killed])(do)
         self._counts = ray.remote(num_cpus=0, max_restarts=-1)(Counts).remote()
@@ -75,7 +76,7 @@ class OnRay:
     def start(self, job: Job, directory: Path) -> None:
         name = f"{self._sweep}-{job.key}"
         needs = {file: (directory.parent / file).read_bytes() for file in job.needs}
-        task = self._do.remote(job, name, needs, self.threads, code_version(), self._counts)
+        task = self._do.remote(job, job.plugins, name, needs, self.threads, code_version(), self._counts)
         self._tasks[task] = name, directory
 
     def ended(self) -> list[tuple[Path, str]]:
@@ -162,7 +163,7 @@ class Killed(Exception):
 
 
 def do(
-    job: Job, name: str, needs: dict[str, bytes], threads: int, code: str, counts: Any
+    job: Job, plugins: list[Plugin], name: str, needs: dict[str, bytes], threads: int, code: str, counts: Any
 ) -> tuple[str, dict[str, bytes]]:
     """Do a job in a process. Returns where that was, and the files that are wanted, the result last.
 
@@ -178,7 +179,7 @@ def do(
         fcntl.flock(lock, fcntl.LOCK_EX)  # the job of a killed worker holds it until it ends
         for file, content in needs.items():
             write_bytes(root / file, content)
-        process = job.start(directory, threads, lock=lock)
+        process = job.start(directory, threads, lock=lock, plugins=plugins)
         try:
             while process.poll() is None:
                 counts.saw.remote(name, n_seen(directory))

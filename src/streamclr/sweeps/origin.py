@@ -1,6 +1,5 @@
 """Where a result comes from: the code, torch and the machine that measured it, and when."""
 
-import hashlib
 import os
 import platform
 from collections.abc import Sequence
@@ -13,25 +12,27 @@ from typing import Any
 import torch
 
 import streamclr
+from streamclr.base.plugins import Plugin, hash_of, source_files
 
 Origin = dict[str, str]  # code, torch, machine, date
 UNKNOWN = "unknown"
 
 
-def origin(device: str | None) -> Origin:
-    """What measures a job on this device now; it becomes `measured_by` of the job's result."""
+def origin(device: str | None, plugins: Sequence[Plugin] = ()) -> Origin:
+    """What measures a job on this device now; it becomes `measured_by` of the job's result.
+
+    plugins: that the job uses; their source is part of its code.
+    """
+    code = "+".join([code_hash(), *(plugin.hash for plugin in plugins)])
     today = date.today().isoformat()
-    return {"code": code_hash(), "torch": version("torch"), "machine": machine(device), "date": today}
+    return {"code": code, "torch": version("torch"), "machine": machine(device), "date": today}
 
 
 @cache
 def code_hash() -> str:
     """A checksum of the package's source, which changes more often than its version."""
-    digest, package = hashlib.sha256(), Path(streamclr.__file__).parent
-    for file in sorted(package.rglob("*.py")):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:8]
+    package = Path(streamclr.__file__).parent
+    return hash_of({path: file.read_bytes() for path, file in source_files(package, package).items()})
 
 
 @cache
@@ -60,12 +61,17 @@ def listed(origins: Sequence[Origin], name: str) -> str:
     return "; ".join(sorted({one[name] for one in origins}))
 
 
-def difference(now: Origin, origins: Sequence[Origin]) -> str | None:
-    """One line that says which results were measured by other code, another torch or machine than now; None if none."""
-    others = [one for one in origins if not is_by(now, one)]
+def difference(now: Sequence[Origin], origins: Sequence[Origin]) -> str | None:
+    """One line that says which results were measured by other code, another torch or machine than now; None if none.
+
+    now: what would measure each of them.
+    """
+    pairs = list(zip(now, origins, strict=True))
+    others = [pair for pair in pairs if not is_by(*pair)]
     if not others:
         return None
     phrases = {"code": "by other code ({})", "torch": "with torch {}", "machine": "on {}"}
-    changed = {name: [one for one in others if one[name] != value] for name, value in now.items()}
+    names = [name for name in phrases if name in others[0][0]]
+    changed = {name: [there for here, there in others if there[name] != here[name]] for name in names}
     how = ", ".join(phrases[name].format(listed(own, name)) for name, own in changed.items() if own)
     return f"{len(others)} of {len(origins)} results were measured {how}: --redo measures them again"

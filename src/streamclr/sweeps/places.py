@@ -11,7 +11,7 @@ import torch
 
 from streamclr.base.errors import UserError
 from streamclr.base.progress import Progress
-from streamclr.learner import find_device
+from streamclr.compute.device import find_device
 from streamclr.sweeps.job import LOG, RESULT, Job, last_log_line, n_seen
 
 ON = (

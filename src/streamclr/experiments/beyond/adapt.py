@@ -1,6 +1,6 @@
 """Not in the paper: a public encoder adapts to a stream; what the policies, fine-tuning and tracks add to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -94,10 +94,15 @@ def experiment(lab: Lab) -> Findings:
         "fine-tuned again with what it is sure of in the other tracks; cuts found: the stream is read "
         "as one video, and the adapted encoder finds the cuts. Not in the paper.",
     )
-    findings = [table, _equal_seconds(measured), *_goals(measured)]
-    return Findings(
-        findings, measured, "Linear classifier with 1 % of the labels, %", lines(_series(measured), "CPU seconds")
-    )
+    names = _policies(lab).values()
+    findings = [table, _equal_seconds(measured, names), *_goals(measured)]
+    draw = lines(_series(measured, names), "CPU seconds")
+    return Findings(findings, measured, "Linear classifier with 1 % of the labels, %", draw)
+
+
+def _policies(lab: Lab) -> dict[str, str]:
+    """With those of --policies."""
+    return POLICIES | {policy: policy for policy in lab.policies if policy not in POLICIES}
 
 
 def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
@@ -112,7 +117,7 @@ def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Jo
     has_tracks = dataset == "GTSRB"
     more, fewer = (MORE_LABELS, FEWER_LABELS) if has_tracks else ((), ())
     rows = {PUBLIC: [job.doing("public", measure_public, more=more) for job in lab.runs(**public, images=short)]}
-    for policy, name in POLICIES.items():
+    for policy, name in _policies(lab).items():
         rows[name] = adapted(policy=policy, **in_buffer | ({"buffer": 64} if policy == "fifo" else {}))
     rows[TWICE] = adapted(policy="reservoir", images=2 * short, **in_buffer)
     if has_tracks:
@@ -133,7 +138,7 @@ def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Jo
     return rows
 
 
-def _series(measured: dict[str, dict[str, list[float]]]) -> Series:
+def _series(measured: dict[str, dict[str, list[float]]], policies: Iterable[str]) -> Series:
     """For a plot: the reservoir with more and more frames as a line; of GTSRB the other policies too, as points."""
 
     def points(dataset: str, *rows: str) -> list[tuple[float, float]]:
@@ -141,18 +146,18 @@ def _series(measured: dict[str, dict[str, list[float]]]) -> Series:
         return [(mean(one["cpu_seconds"]), mean(one["linear 0.01"])) for one in own]
 
     reservoirs = [(f"{d}, reservoir", points(d, PUBLIC, RESERVOIR, TWICE, ADAPTED), "o-") for d in SHORT]
-    others = [(name, points("GTSRB", name), "s") for name in POLICIES.values() if name != RESERVOIR]
+    others = [(name, points("GTSRB", name), "s") for name in policies if name != RESERVOIR]
     return [one for one in reservoirs + others if one[1]]
 
 
-def _equal_seconds(measured: dict[str, dict[str, list[float]]]) -> Table:
+def _equal_seconds(measured: dict[str, dict[str, list[float]]], policies: Iterable[str]) -> Table:
     """Each policy beside a reservoir that learns for as many CPU seconds."""
     rows = []
     for dataset in ("GTSRB", "CIFAR-10"):
         if f"{dataset}, {PUBLIC}" not in measured:
             continue
         curve = [measured[f"{dataset}, {row}"] for row in (PUBLIC, RESERVOIR, TWICE)]
-        for name in POLICIES.values():
+        for name in policies:
             own, cells = measured[f"{dataset}, {name}"], []
             for column in ("linear 0.01", "linear 0.1"):
                 rival = [

@@ -4,14 +4,15 @@ import numpy as np
 
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table
-from streamclr.experiments.findings import NAMES, Findings, accuracy, lines, mean_curve, shares_of_gap
+from streamclr.experiments.findings import Findings, accuracy, lines, mean_curve, policies_of, shares_of_gap
 from streamclr.sweeps.job import Result
 from streamclr.sweeps.lab import Lab
 
 
 def experiment(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=500_000)
-    jobs = {policy: lab.runs(policy=policy, images=images) for policy in NAMES}
+    names = policies_of(lab)
+    jobs = {policy: lab.runs(policy=policy, images=images) for policy in names}
     jobs["iid"] = lab.runs(policy="fifo", stc=1, images=images)
     results = lab.do(jobs)
     measured = {
@@ -31,7 +32,7 @@ def experiment(lab: Lab) -> Findings:
     rows = []
     for row, values in measured.items():
         time = spread(values["relative_time"], 2)
-        rows.append([NAMES.get(row, "iid stream"), *cells(row, "accuracy"), time, *cells(row, "knn_at_equal_seconds")])
+        rows.append([names.get(row, "iid stream"), *cells(row, "accuracy"), time, *cells(row, "knn_at_equal_seconds")])
     head = ["", "accuracy, all labels, %", "gap recovered, equal images, %", "relative batch time"]
     head += ["kNN at equal seconds, %", "gap recovered, equal seconds, %"]
     note = (
@@ -40,7 +41,7 @@ def experiment(lab: Lab) -> Findings:
         "Not in the paper."
     )
     table = Table("From FIFO to iid, CIFAR-10", head, rows, note)
-    series = [(NAMES.get(row, "iid stream"), mean_curve(own), "-") for row, own in results.items()]
+    series = [(names.get(row, "iid stream"), mean_curve(own), "-") for row, own in results.items()]
     return Findings([table], measured, "kNN accuracy, %", lines(series, "images seen"))
 
 

@@ -69,7 +69,12 @@ def experiment(lab: Lab) -> Findings:
         jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
     results = lab.do(jobs | choices)
     measured = {row: _by_seconds(own) for row, own in results.items()}
-    tables = [_reached(measured, jobs), _policies(measured), _margins(measured), _choices(measured, choices)]
+    tables = [
+        _reached(measured, jobs),
+        _policies(measured, lab.policies),
+        _margins(measured),
+        _choices(measured, choices),
+    ]
     series = [(row, _points(measured[row], str(FEW)), "o-") for row in measured if row in jobs and _is_curve(row)]
     draw = lines(series, "CPU seconds of one core", log=10)
     return Findings(tables, measured, "Linear classifier with 1 % of the labels, %", draw)
@@ -90,7 +95,8 @@ def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Jo
         DEVICE: _jobs(lab, (MIDDLE,), **settings),
         IID: _jobs(lab, (MIDDLE,), **settings | {"stc": 1}),
     }
-    rows |= {row: _jobs(lab, (MIDDLE,), **settings | own) for row, own in POLICIES.items()}
+    policies = POLICIES | {policy: {"policy": policy} for policy in lab.policies}
+    rows |= {row: _jobs(lab, (MIDDLE,), **settings | own) for row, own in policies.items()}
     return rows | {ALONE: alone}
 
 
@@ -129,9 +135,9 @@ def _reached(measured: Mapping[str, Any], jobs: Mapping[str, Any]) -> Table:
     return Table("From scratch: accuracy after CPU seconds of one core", head, rows, note)
 
 
-def _policies(measured: Mapping[str, Any]) -> Table:
+def _policies(measured: Mapping[str, Any], further: Sequence[str]) -> Table:
     rows = []
-    for row in (DEVICE, IID, *POLICIES):
+    for row in (DEVICE, IID, *POLICIES, *further):
         own = measured.get(f"CIFAR-10, {row}", {str(FEW): {}})
         for mark in own[str(FEW)]:
             cells = [spread(own[name][mark]) for name in (str(FEW), str(ALL))]

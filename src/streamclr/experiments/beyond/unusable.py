@@ -20,7 +20,7 @@ from streamclr.guards import GUARDS
 from streamclr.records.options import RunOptions
 from streamclr.runs.evaluation import extract, labelled, probe_accuracy
 from streamclr.runs.prepare import prepare
-from streamclr.streams.spec import Source
+from streamclr.streams.datasets.images import Source
 from streamclr.streams.stream import DatasetStream, open_stream
 from streamclr.sweeps.job import Job, Result
 from streamclr.sweeps.lab import Lab

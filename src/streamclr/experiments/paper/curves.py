@@ -4,7 +4,6 @@ from typing import Any
 
 from streamclr.base.errors import UserError
 from streamclr.experiments.findings import (
-    NAMES,
     POLICIES,
     Findings,
     accuracy,
@@ -12,6 +11,7 @@ from streamclr.experiments.findings import (
     first_reached,
     lines,
     mean_curve,
+    policies_of,
     policies_table,
     reached,
     scale_note,
@@ -51,20 +51,21 @@ def experiment(lab: Lab) -> Findings:
     settings = {dataset: own for dataset, own in settings.items() if lab.at_hand(dataset, **own)}
     if not settings:
         raise UserError("no dataset was found: run 'streamclr data get cifar10' first, or give --data DIR")
-    results = lab.do({f"{d} {p}": lab.runs(policy=p, **own) for d, own in settings.items() for p in POLICIES})
+    names = policies_of(lab, POLICIES)
+    results = lab.do({f"{d} {p}": lab.runs(policy=p, **own) for d, own in settings.items() for p in names})
 
     of_table, measured, series = {}, {}, []
     for dataset, style in zip(settings, ("-", "--", ":", "-.", "-", "--"), strict=False):
         bests = [max(value for _, value in curve(result)) for result in results[f"{dataset} random"]]
         final, cells = [], []
-        for i, policy in enumerate(POLICIES):
+        for i, (policy, name) in enumerate(names.items()):
             own = results[f"{dataset} {policy}"]
             final.append(accuracy(own))
             needed = [first_reached(curve(result), best) for result, best in zip(own, bests, strict=True)]
             cells.append(reached(needed))
             middle = mean_curve(own)
             measured[f"{dataset}, {policy}"] = {"accuracy": final[i], "curve": middle, "images_to_randoms_best": needed}
-            series.append((f"{dataset}, {NAMES[policy]}", middle, f"C{i}{style}"))
+            series.append((f"{dataset}, {name}", middle, f"C{i}{style}"))
         of_table[dataset] = final, PAPER[dataset], cells
     note = (
         "Images to Random's best: when the kNN curve of a seed reaches the highest point of Random's with that "
@@ -75,5 +76,5 @@ def experiment(lab: Lab) -> Findings:
         note += " ImageNet-20 is Tiny ImageNet-20 here: other classes, 64 px, 500 images of each class."
     if lab.left_out:
         note += f" Left out, because the files were not found: {', '.join(lab.left_out)}."
-    table = policies_table("Learning curves", "", "images to Random's best", of_table, note)
+    table = policies_table("Learning curves", names.values(), "", "images to Random's best", of_table, note)
     return Findings([table], measured, "kNN accuracy on the test set, %", lines(series, "images seen", fontsize=6))

@@ -7,7 +7,17 @@ from typing import Any
 
 from streamclr.base.statistics import spread
 from streamclr.base.table import Table, labels_heading
-from streamclr.experiments.findings import ALL, NAMES, Findings, accuracy, against, bars, margins, scale_note
+from streamclr.experiments.findings import (
+    ALL,
+    NAMES,
+    Findings,
+    accuracy,
+    against,
+    bars,
+    margins,
+    policies_of,
+    scale_note,
+)
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.evaluation import evaluate_supervised, labelled
@@ -28,13 +38,14 @@ PAPER |= dict.fromkeys(READINGS, (32.11, 40.53))  # the paper does not say which
 
 def experiment(lab: Lab) -> Findings:
     images = lab.pick(paper=5_000_000, cpu=500_000)
-    jobs = {policy: lab.runs(policy=policy, images=images) for policy in NAMES}
+    names = policies_of(lab)
+    jobs = {policy: lab.runs(policy=policy, images=images) for policy in names}
     jobs["supervised"] = [
         replace(job.doing("supervised", supervised, images=None), title=f"supervised-{seed}")
         for seed, job in enumerate(jobs["fifo"])
     ]
     results = lab.do(jobs)
-    ours = {policy: {f: accuracy(results[policy], f) for f in (*FRACTIONS, ALL)} for policy in NAMES}
+    ours = {policy: {f: accuracy(results[policy], f) for f in (*FRACTIONS, ALL)} for policy in names}
     for name, reading in READINGS.items():
         ours[name] = {f: [100 * result[f][reading] for result in results["supervised"]] for f in FRACTIONS}
 

@@ -17,11 +17,12 @@ from streamclr.base.options import option, redacted, split
 from streamclr.base.progress import Progress
 from streamclr.compute.memory import MIB
 from streamclr.learner import Learner
+from streamclr.policy import policy_options
 from streamclr.records.checkpoints import MAX_BYTES_PER_HOUR
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import KeepingOptions, LearnerOptions, PolicyOptions, StreamOptions, as_run
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
-from streamclr.runs.assemble import make_learner, policy_options
+from streamclr.runs.assemble import make_learner
 from streamclr.runs.doctor.machine import GIB, Machine
 
 N_FIRST_IMAGES = 8  # of the first steps, which say how many images fit into the time

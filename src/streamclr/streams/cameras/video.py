@@ -15,7 +15,9 @@ from streamclr.streams.frame import BadFrame, Frame, Spare
 
 try:
     import av
-    from av.error import FFmpegError as VideoError
+    import av.error
+
+    VideoError = av.error.FFmpegError
 except ImportError:  # the extra is not installed: only video itself needs it
 
     class VideoError(Exception):  # type: ignore[no-redef]

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Images(Numbered, Protocol):
         return
 
 
+@runtime_checkable
 class Source(Numbered, Protocol):
     """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
 
@@ -114,13 +115,17 @@ class ArrayImages(Images):
         self.size = None if size is None else checked_size(size)
         self._images, self.labels = checked_images(images), labels.astype(np.int64, copy=False)
         self.classes, self.tracks = tuple(classes), tracks
-        for name, given in (("label", labels), ("track", tracks)):
+        for name, given in (("label", labels if classes else None), ("track", tracks)):
             if given is not None and len(given) != len(images):
                 n = f"{len(images)} images and {len(given)} {name}s"
                 raise UserError(f"there are {n}: give one {name} for each image")
 
     def __len__(self) -> int:
         return len(self._images)
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self._images.shape))
+        return f"ArrayImages({shape}, {len(self.classes)} classes{'' if self.tracks is None else ', tracks'})"
 
     def images(self, numbers: np.ndarray) -> np.ndarray:
         return _resized(self._images[numbers], self.size)
