@@ -534,8 +534,8 @@ def live(fps: float = 30, n_frames: int = 1800) -> None:
     ):
         url = camera.stdout.readline().strip()
         out = Path(place) / "run"
-        words = ["run", url, "--images", str(n_frames), "--out", str(out)]
-        told = subprocess.run([sys.executable, "-m", "streamclr", *words], capture_output=True, text=True)
+        words = ["run", url, "--images", str(n_frames), "--out", "run"]
+        told = subprocess.run([sys.executable, "-m", "streamclr", *words], cwd=place, capture_output=True, text=True)
         camera.stdin.close()
         if told.returncode:
             raise SystemExit(f"run CAMERA failed: {told.stderr}")
