@@ -31,7 +31,7 @@ lint: .venv/.dev
 	.venv/bin/lint-imports --no-cache
 
 screenshots: .venv/.dev .venv/.chromium
-	.venv/bin/python tests/screenshots.py
+	CLIPS=$(CLIPS) .venv/bin/python tests/screenshots.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -72,8 +72,7 @@ def rows_of(table: Path) -> list[dict[str, str]]:
 
 def give_labels(page: Page, out: Path, clips: list[Path]) -> None:
     """By keyboard, as somebody who knows both clips."""
-    size = RunDirectory(out).config.size
-    looks = [np.concatenate([part.numpy() for part in open_stream(clip, size=size).segments(64)]) for clip in clips]
+    looks = looks_of(out, clips)
     for i, clip in enumerate(clips):
         page.keyboard.press("a") if i else page.wait_for_selector("#add:not([hidden])")
         page.keyboard.type(clip.stem)
@@ -82,15 +81,25 @@ def give_labels(page: Page, out: Path, clips: list[Path]) -> None:
     labels, answered = Labels(out / "labels.sqlite"), set[str]()
     for _ in range(N_LABELS):
         task = wait_for_another(page, answered)
-        image = pixels(labels.picture(task)).numpy().astype(np.int16)
-        distance = [np.abs(look - image).mean((1, 2, 3)).min() for look in looks]
         time.sleep(SECONDS_A_LABEL)
-        page.keyboard.press(str(int(np.argmin(distance)) + 1))
+        page.keyboard.press(str(nearest_look(labels.picture(task), looks) + 1))
         answered.add(task)
     while labels.n_answers() < N_LABELS:
         time.sleep(0.1)
     page.wait_for_timeout(3000)  # the classifier of the last answer
     labels.close()
+
+
+def looks_of(out: Path, clips: list[Path]) -> list[np.ndarray]:
+    """The frames of each clip as the run sees them, n x 3 x H x W."""
+    size = RunDirectory(out).config.size
+    return [np.concatenate([part.numpy() for part in open_stream(clip, size=size).segments(64)]) for clip in clips]
+
+
+def nearest_look(picture: bytes, looks: list[np.ndarray]) -> int:
+    """The number of the clip that a question was taken from."""
+    image = pixels(picture).numpy().astype(np.int16)
+    return int(np.argmin([np.abs(look - image).mean((1, 2, 3)).min() for look in looks]))
 
 
 def wait_for_another(page: Page, answered: set[str]) -> str:

@@ -1,4 +1,7 @@
-"""The two pictures of the README: a run as it learns, and its labelling page. `make screenshots`."""
+"""The two pictures of the docs: a run as it learns from two clips, and its labelling page.
+
+make screenshots CLIPS=dog.mp4:coffee.mp4
+"""
 
 import os
 import re
@@ -9,68 +12,76 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 from playwright.sync_api import expect
 
 from streamclr.labelling.session import LabelSession
 from streamclr.labelling.store import Labels
 from streamclr.records.directory import RunDirectory
-from streamclr.streams.stream import open_stream
 from support.pages import Served, browser
 
-OUT = Path(__file__).parent.parent / "docs" / "images"
-SOURCE = "synthetic:?stc=100&seed=0"
-OPTIONS = f"--source {SOURCE} --images 40000 --width 8 --lr 1e-3 --label-budget 1% --rescore-every 4 --policy contrast"
-SERVED = "--predict --checkpoint-steps 20 --serve --port 0"
-N_BEFORE = 80  # labels that are there when the dashboard is taken
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+from two_clips import looks_of, nearest_look  # noqa: E402
+
+OUT = ROOT / "docs" / "images"
+OPTIONS = "--predict --checkpoint-steps 20 --serve --port 0"
+PASSES = 24
+N_STEPS = 140  # before the dashboard is taken
+N_BEFORE, N_LABELS = 30, 30  # labels that are there when the dashboard is taken, and labels by keyboard
 
 
 def main() -> None:
+    clips = [Path(name).resolve() for name in os.environ.get("CLIPS", "").split(":") if name]
+    if len(clips) != 2:
+        raise SystemExit("give two clips: make screenshots CLIPS=dog.mp4:coffee.mp4")
     OUT.mkdir(exist_ok=True)
     for chromium in browser():
         page = chromium.new_page(viewport={"width": 1280, "height": 1750})
         with tempfile.TemporaryDirectory() as directory:
-            run = Path(directory) / "synthetic-contrast"
-            learn(page, run)
-            label(page, run)
+            place = Path(directory)
+            (place / "clips.txt").write_text("".join(f"{clip}?passes={PASSES}\n" for clip in clips))
+            learn(page, place, clips)
+            label(page, place / "clips", clips)
 
 
-def learn(page, run: Path) -> None:
-    command = [sys.executable, "-m", "streamclr", "run", *OPTIONS.split(), *SERVED.split(), "--out", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+def learn(page, place: Path, clips: list[Path]) -> None:
+    run = place / "clips"
+    command = [sys.executable, "-m", "streamclr", "run", "clips.txt", *OPTIONS.split(), "--out", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=place) as process:
         page.goto(re.search(r"http://\S+", process.stdout.readline().decode())[0])
         while not RunDirectory(run).checkpoints.numbers():
             time.sleep(1)
-        answer(run)
-        while (run / "journal.jsonl").read_text().count("\n") < 140 or not (run / "served").exists():
+        answer(run, clips)
+        while (run / "journal.jsonl").read_text().count("\n") < N_STEPS or not (run / "served").exists():
             time.sleep(1)
-        page.wait_for_timeout(10_000)
+        page.wait_for_timeout(5_000)
         page.screenshot(path=OUT / "dashboard.png")
         process.stdout.read()
 
 
-def answer(run: Path) -> None:
+def answer(run: Path, clips: list[Path]) -> None:
+    looks = looks_of(run, clips)
     with closing(LabelSession(RunDirectory(run))) as session:
         session.prepare()
-        source = open_stream(SOURCE).source
-        numbers = {name: session.labels.add_class(name) for name in source.classes}
+        numbers = [session.labels.add_class(clip.stem) for clip in clips]
         for question in session.labels.questions()[:N_BEFORE]:
-            name = source.classes[int(source.labels(np.array([question.arrival]))[0])]
-            session.labels.answer(f"before-{question.key}", "label", [question.key], numbers[name])
+            number = numbers[nearest_look(session.labels.picture(question.key), looks)]
+            session.labels.answer(f"before-{question.key}", "label", [question.key], number)
 
 
-def label(page, run: Path) -> None:
-    served = Served("label", run)
+def label(page, run: Path, clips: list[Path]) -> None:
+    served, looks = Served("label", run), looks_of(run, clips)
     page.set_viewport_size({"width": 1280, "height": 880})
     page.goto(served.url)
     expect(page.locator("#picture")).to_be_visible(timeout=120_000)
-    labels, source = Labels(run / "labels.sqlite"), open_stream(SOURCE).source
-    truth = {q.key: int(source.labels(np.array([q.arrival]))[0]) for q in labels.questions()}
-    for n in range(N_BEFORE + 1, N_BEFORE + 121):
+    labels = Labels(run / "labels.sqlite")
+    for n in range(N_BEFORE + 1, N_BEFORE + N_LABELS + 1):
         page.wait_for_selector("#picture[data-task]")
-        page.keyboard.press(str((truth[page.locator("#picture").get_attribute("data-task")] + 1) % 10))
+        picture = labels.picture(page.locator("#picture").get_attribute("data-task"))
+        page.keyboard.press(str(nearest_look(picture, looks) + 1))
         expect(page.locator("#saved")).to_have_text(f"saved, {n} answers", timeout=30_000)
-    expect(page.locator("#accuracy")).to_contain_text(re.compile(f"from {N_BEFORE + 120} labels$"), timeout=60_000)
+    done = re.compile(f"from {N_BEFORE + N_LABELS} labels$")
+    expect(page.locator("#accuracy")).to_contain_text(done, timeout=60_000)
     page.screenshot(path=OUT / "label.png")
     served.close()
 
