@@ -61,7 +61,7 @@ def test_a_directory_alone_is_a_folder(tmp_path):
         ("synthetic:?stc", "key=value"),
         ("synthetic:elsewhere", "takes no path"),
         ("cifar10", "streamclr data get cifar10"),
-        ("", "no source ''"),
+        ("", "the source is empty: give a file"),
     ],
 )
 def test_bad_sources(source, told, monkeypatch, tmp_path):
