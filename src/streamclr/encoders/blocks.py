@@ -34,6 +34,14 @@ class Block:
         return active > 0 if self.ceiling == math.inf else (active > 0).logical_and_(active < self.ceiling)
 
     @property
+    def pairs(self) -> list[ConvNorm]:
+        return [*self.path, self.shortcut] if self.shortcut else self.path
+
+    @property
     def learns(self) -> bool:
-        modules = [module for pair in (*self.path, *([self.shortcut] if self.shortcut else [])) for module in pair]
-        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        return any(parameter.requires_grad for pair in self.pairs for part in pair for parameter in part.parameters())
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether BatchNorm is a fixed map here: it may be folded into the convolutions, if no gradient is due."""
+        return all(isinstance(norm, nn.BatchNorm2d) and not norm.training for _, norm in self.pairs)

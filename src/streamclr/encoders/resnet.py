@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.encoders.blocks import Block, ConvNorm
+from streamclr.encoders.folded import BlockEncoder
 
 Norm = Literal["batch", "group"]
 NORMS = ("batch", "group")
@@ -108,7 +109,7 @@ class PointwiseConv(nn.Conv2d):
         return F.conv2d(x[..., :: self.stride[0], :: self.stride[1]], self.weight)
 
 
-class ResNet(nn.Module):
+class ResNet(BlockEncoder):
     """Images to features, with torchvision's parameter names, so that public pre-trained weights load.
 
     width: channels of the first stage; 64 is the ResNet of the literature.
@@ -154,7 +155,6 @@ class ResNet(nn.Module):
 
     @property
     def stages(self) -> list[list[nn.Module]]:
-        """The layers by resolution, the first nearest to the image."""
         return [[self.conv1, self.bn1], [self.layer1], [self.layer2], [self.layer3], [self.layer4]]
 
     @property
@@ -163,11 +163,8 @@ class ResNet(nn.Module):
         layers = enumerate((self.layer1, self.layer2, self.layer3, self.layer4), 1)
         return [stem, *(Block(stage, block.path, block.shortcut) for stage, layer in layers for block in layer)]  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)  # two thirds of the time in a narrow encoder
-        x = self.maxpool(F.relu_(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return x.mean((2, 3), keepdim=True).flatten(1)  # n x n_features
+    def run_stage(self, number: int, x: Tensor) -> Tensor:
+        return super().run_stage(number, x) if number else self.maxpool(F.relu_(self.bn1(self.conv1(x))))
 
 
 def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
