@@ -102,6 +102,11 @@ class BlockEncoder(nn.Module):
         return self.late(self.early(x))
 
     @property
+    def n_frozen(self) -> int:
+        """How many of the first stages do not learn."""
+        return next((block.stage for block in self.blocks if block.learns), len(self.stages))
+
+    @property
     def n_fixed(self) -> int:
         """How many of the first stages are a fixed map, which nobody watches by hooks."""
         if torch.compiler.is_compiling() or any(module._forward_hooks for module in self.modules()):

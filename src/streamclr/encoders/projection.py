@@ -59,14 +59,27 @@ class ContrastiveModel(nn.Module):
             raise UserError(f"the encoder returns features of {tuple(h.shape)}, but n_features is {self.n_features}")
         return h
 
+    def early(self, images: Tensor) -> Tensor:
+        """What the stages that do not learn make of images in [0, 1]; of a built-in encoder."""
+        return self.encoder.early(self.standardise(images))  # type: ignore[operator]
+
+    def from_early(self, early: Tensor) -> Tensor:
+        """z of what `early` gave."""
+        with self._arithmetic(early):
+            features = self.encoder.late(early)  # type: ignore[operator]
+        return self.project(features.to(self.mean.dtype))
+
     def project(self, features: Tensor) -> Tensor:
         """z = g(h) / |g(h)|, n x projection_size."""
         return F.normalize(self.head(features), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.training and self.in_bf16):
+        with self._arithmetic(images):
             features = self.features(images)
         return self.project(features.to(self.mean.dtype))
+
+    def _arithmetic(self, x: Tensor) -> torch.autocast:
+        return torch.autocast(x.device.type, torch.bfloat16, enabled=self.training and self.in_bf16)
 
 
 def is_frozen(module: nn.Module) -> bool:

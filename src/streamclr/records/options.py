@@ -147,6 +147,11 @@ class LearnerOptions(ModelOptions, BufferOptions):
     precision: str = option(
         "fp32", "of the encoder's arithmetic in training: fp32, or bf16, which is faster on a GPU and on some CPUs"
     )
+    kept_views: int = option(
+        0,
+        "views of each image that are made once and kept in the buffer, behind the stages that do not learn: an update "
+        "takes a fraction of the time, and fewer images fit in [0: drawn anew for each update]",
+    )
     compile: bool = option(False, "compile the model: pays on long runs of narrow encoders, needs a C++ compiler")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")
 
