@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
 from streamclr.buffer import Buffer
-from streamclr.encoders.folded import BlockEncoder
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.inference import inference_mode
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.views import ViewPairs, Views

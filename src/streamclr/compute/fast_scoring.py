@@ -19,9 +19,10 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.machine import cache_dir, cpu_name
 from streamclr.encoders.architecture import is_built_in
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block
 from streamclr.encoders.compact import Compact
-from streamclr.encoders.folded import BlockEncoder, FoldedBlocks, FoldedConv
+from streamclr.encoders.folded import FoldedBlocks, FoldedConv
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import ResNet
 

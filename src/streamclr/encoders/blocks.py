@@ -27,7 +27,7 @@ class Block:
 
     def activate_(self, x: Tensor) -> Tensor:
         """In place: no backward pass needs the old value."""
-        return F.relu_(x) if self.ceiling == math.inf else x.clamp_(0, self.ceiling)
+        return F.relu_(x) if self.ceiling == math.inf else F.hardtanh(x, 0, self.ceiling, inplace=True)
 
     def passes(self, active: Tensor) -> Tensor:
         """Where the activation passes a gradient on, from its output."""

@@ -3,8 +3,8 @@
 from torch import nn
 
 from streamclr.base.errors import UserError
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block
-from streamclr.encoders.folded import BlockEncoder
 from streamclr.encoders.resnet import NORMS, BasicBlock, Norm, make_norm
 
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block, ConvNorm
-from streamclr.encoders.folded import BlockEncoder
 
 # Of each group of blocks: expansion, channels, blocks, stride of the first (Table 2 of the paper).
 GROUPS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))

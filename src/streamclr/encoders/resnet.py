@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block, ConvNorm
-from streamclr.encoders.folded import BlockEncoder
 
 Norm = Literal["batch", "group"]
 NORMS = ("batch", "group")
