@@ -67,6 +67,16 @@ def test_views_are_made_once_when_an_image_enters():
     assert own.buffer.kept[entered].flatten(1).any(1).all()
 
 
+def test_a_step_in_which_no_image_enters():
+    class First:
+        def keep(self, pool, size, model):
+            return pool.arrival.topk(size, largest=False).indices
+
+    own = learner(policy=First())
+    own.learn_many(random_images(12, 32, seed=1))
+    assert own.learn_many(random_images(12, 32, seed=2)).replaced == 0
+
+
 def test_a_resumed_learner_takes_the_same_steps():
     one = learner()
     for seed in range(3):

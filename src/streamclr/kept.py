@@ -33,7 +33,7 @@ class KeptViews:
         """Make the views of the images that have just entered."""
         new = (buffer.ages == 0).nonzero()[:, 0]
         model.train()  # in which the stages that learn are not fixed
-        for rows in new.split(max(1, VIEWS_AT_ONCE // (2 * self.n))):
+        for rows in new.split(max(1, VIEWS_AT_ONCE // (2 * self.n))) if len(new) else ():
             images, neighbours = (column.repeat_interleave(self.n, 0) for column in buffer.pairs(rows))
             made = ViewPairs(self.views, images, self.generator, neighbours)(slice(None))
             of_each = model.early(made).to(DTYPE).unflatten(0, (2, len(rows), self.n))
