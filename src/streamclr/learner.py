@@ -108,6 +108,8 @@ class Learner:
     seed: of the initial weights, the views, the draws and dropout.
     device: where the model and the buffer are; default: a GPU if there is one.
 
+    `learner.model` is the encoder with its projection head, `learner.buffer` and `learner.policy` are what they say.
+
     >>> from streamclr import ContrastScoring, Learner, open_stream, resnet18
     >>> learner = Learner(resnet18(width=4), policy=ContrastScoring(rescore_every=50), buffer=8)
     >>> for images in open_stream("synthetic:", size=16).segments(8, until=24):
