@@ -87,7 +87,7 @@ def fine_tune(
     >>> from streamclr import Learner, features_of, fine_tune, resnet18
     >>> learner = Learner(resnet18(width=4), buffer=8)
     >>> images, labels = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8), torch.arange(8) % 2
-    >>> tuned, head = fine_tune(learner, images, labels, n_classes=2, steps=2)
+    >>> tuned, head = fine_tune(learner.model, images, labels, n_classes=2, steps=2)
     >>> head(features_of(tuned, images)).shape
     torch.Size([8, 2])
     """
