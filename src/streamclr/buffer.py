@@ -14,7 +14,16 @@ from streamclr.base.options import parse_size
 
 @dataclass
 class Pool:
-    """What a policy sees: the images of the buffer, then those of the new segment. It may write the scores."""
+    """What a policy sees: the images of the buffer, then those of the new segment. It may write the scores.
+
+    >>> import torch
+    >>> from streamclr import Buffer, Pool
+    >>> pool: Pool = Buffer(4).pool(torch.zeros(6, 3, 16, 16, dtype=torch.uint8))
+    >>> pool
+    Pool(6 images, 0 of them in the buffer)
+    >>> pool.arrival
+    tensor([0, 1, 2, 3, 4, 5])
+    """
 
     images: Tensor  # n x 3 x H x W, uint8
     score: Tensor  # float, written by the policy; NaN for a new image
@@ -75,6 +84,15 @@ class Buffer:
 
     neighbours: keep a neighbouring frame beside each image.
     kept: shape of what else is kept of each image, in half precision (see kept.py).
+
+    >>> import torch
+    >>> from streamclr import Buffer
+    >>> buffer = Buffer(4)
+    >>> pool = buffer.pool(torch.zeros(6, 3, 16, 16, dtype=torch.uint8))
+    >>> buffer.replace(pool, keep=torch.tensor([0, 2, 3, 5]))  # so many of them were in it before
+    0
+    >>> buffer
+    Buffer(4 of 4, 3 x 16 x 16)
     """
 
     def __init__(

@@ -24,13 +24,24 @@ class Guarded:
     """Hides unusable frames from a policy, which chooses among the others.
 
     guards: `on` (all of them), or some of these with commas between.
-        duplicates: of equal images only the first counts (mean difference of the pixels, of 255, up to `tolerance`).
-        blank: black and covered frames, which have no contrast except the sensor's noise.
-        noise: frames whose neighbouring pixels are not correlated.
-        smear: frames in which a quarter of the rows or columns repeat the one before.
-        stay: an image leaves after `stay` x (buffer size) newer images have arrived.
-        quarantine: images that look like those whose score did not fall in `patience` steps of training, if such images
-            are `over` times as frequent among these as in the stream.
+
+    - `duplicates`: of equal images only the first counts (mean difference of the pixels, of 255, up to `tolerance`).
+    - `blank`: black and covered frames, which have no contrast except the sensor's noise.
+    - `noise`: frames whose neighbouring pixels are not correlated.
+    - `smear`: frames in which a quarter of the rows or columns repeat the one before.
+    - `stay`: an image leaves after `stay` x (buffer size) newer images have arrived.
+    - `quarantine`: images that look like those whose score did not fall in `patience` steps of training, if such images
+      are `over` times as frequent among these as in the stream.
+
+    >>> import torch
+    >>> from streamclr import Guarded, Learner, Reservoir, resnet18
+    >>> policy = Guarded(Reservoir(), guards="blank")
+    >>> learner = Learner(resnet18(width=4), policy, buffer=4)
+    >>> images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
+    >>> images[2] = 0  # the camera is covered
+    >>> step = learner.learn_many(images)
+    >>> policy.hidden, 2 in learner.buffer.arrivals
+    ({2: 'blank'}, False)
     """
 
     def __init__(

@@ -49,7 +49,15 @@ from streamclr.views import ViewPairs, Views, WeakView, build_views, build_weak_
 
 @dataclass(frozen=True)
 class Step:
-    """What one call of `learn_many` did."""
+    """What one call of `learn_many` did.
+
+    >>> import torch
+    >>> from streamclr import Learner, Step, resnet18
+    >>> images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
+    >>> step: Step = Learner(resnet18(width=4), buffer=8).learn_many(images)
+    >>> step.number, step.seen, step.kept, step.replaced, step.rescored
+    (1, 8, 0, 8, 0.0)
+    """
 
     number: int  # of the step, from 1
     seen: int  # images of the stream so far
@@ -103,6 +111,15 @@ class Learner:
     compile: compile the model with torch: narrow encoders gain a third, after a minute; needs a C++ compiler.
     seed: of the initial weights, the views, the draws and dropout.
     device: where the model and the buffer are; default: a GPU if there is one.
+
+    `learner.model` is the encoder with its projection head, `learner.buffer` and `learner.policy` are what they say.
+
+    >>> from streamclr import ContrastScoring, Learner, open_stream, resnet18
+    >>> learner = Learner(resnet18(width=4), policy=ContrastScoring(rescore_every=50), buffer=8)
+    >>> for images in open_stream("synthetic:", size=16).segments(8, until=24):
+    ...     step = learner.learn_many(images)  # uint8, 8 x 3 x 16 x 16
+    >>> learner
+    Learner(resnet18, buffer 8 of 8, step 3)
     """
 
     def __init__(

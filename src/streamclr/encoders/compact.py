@@ -24,8 +24,6 @@ class Compact(BlockEncoder):
 
     A ResNet-18 of width 8 has as many operations and fourteen layers too thin for the processor's vectors: docs/log.md
     compares what both learn in a CPU second.
-
-    width: channels of the first stage; the stem has half of it, the other stages two and four times as many.
     """
 
     def __init__(self, width: int = 32, norm: Norm = "batch"):
@@ -60,5 +58,15 @@ class Compact(BlockEncoder):
 
 
 def compact(width: int = 32, norm: Norm = "batch") -> Compact:
-    """An encoder for learning from scratch on a CPU, with random weights, see `Compact`."""
+    """An encoder for learning from scratch on a CPU, with random weights.
+
+    width: channels of the first stage; the stem has half of it, the other stages two and four times as many.
+    norm: `batch` or `group`.
+
+    >>> import torch
+    >>> from streamclr import compact
+    >>> encoder = compact(width=8)
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 32])
+    """
     return Compact(width, norm)

@@ -71,5 +71,11 @@ class MobileNetV2(BlockEncoder):
 
 
 def mobilenet_v2() -> MobileNetV2:
-    """MobileNetV2 with random weights; `Learner("mobilenet_v2")` has the public ones."""
+    """MobileNetV2 with random weights; `Learner("mobilenet_v2")` has the public ones.
+
+    >>> import torch
+    >>> from streamclr import mobilenet_v2
+    >>> mobilenet_v2()(torch.zeros(2, 3, 64, 64)).shape
+    torch.Size([2, 1280])
+    """
     return MobileNetV2()

@@ -103,10 +103,14 @@ def make_projection(kind: str, n_in: int, n_out: int) -> nn.Sequential:
 class FeatureExtractor:
     """A frozen copy of a model's encoder: stored images in, features out, for a classifier of your own.
 
-    It standardises the images as in training, runs in eval mode without gradient, and no later step changes it:
+    It standardises the images as in training, runs in eval mode without gradient, and no later step changes it.
 
-        extract = learner.extractor()
-        features = extract(images)  # uint8, n x 3 x H x W -> float, n x extract.n_features, on the CPU
+    >>> import torch
+    >>> from streamclr import FeatureExtractor, Learner, resnet18
+    >>> extract: FeatureExtractor = Learner(resnet18(width=4), buffer=8).extractor()
+    >>> features = extract(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
+    >>> features.shape, features.device.type, extract.n_features
+    (torch.Size([2, 32]), 'cpu', 32)
     """
 
     def __init__(self, model: ContrastiveModel):

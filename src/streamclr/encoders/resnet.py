@@ -110,12 +110,7 @@ class PointwiseConv(nn.Conv2d):
 
 
 class ResNet(BlockEncoder):
-    """Images to features, with torchvision's parameter names, so that public pre-trained weights load.
-
-    width: channels of the first stage; 64 is the ResNet of the literature.
-    stem: `small` (3x3, stride 1, no max-pool) for images of about 32 px, `imagenet` (7x7, stride 2, max-pool) above;
-        `half` (3x3, stride 2, no max-pool) is a quarter of the work of `small`.
-    """
+    """Images to features, with torchvision's parameter names, so that public pre-trained weights load."""
 
     def __init__(
         self,
@@ -168,15 +163,45 @@ class ResNet(BlockEncoder):
 
 
 def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
-    """ResNet-18 with random weights: images to features, see `ResNet`."""
+    """ResNet-18 with random weights: images to features.
+
+    width: channels of the first stage; 64 is the ResNet of the literature.
+    stem: `small` (3x3, stride 1, no max-pool) for images of about 32 px, `imagenet` (7x7, stride 2, max-pool) above;
+        `half` (3x3, stride 2, no max-pool) is a quarter of the work of `small`.
+    norm: `batch` or `group`.
+
+    >>> import torch
+    >>> from streamclr import resnet18
+    >>> encoder = resnet18(width=4, norm="group")
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 32])
+    """
     return ResNet(BasicBlock, (2, 2, 2, 2), width, stem, norm)
 
 
 def resnet34(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
-    """ResNet-34 with random weights: images to features, see `ResNet`."""
+    """ResNet-34 with random weights: images to features.
+
+    width, stem, norm: as of `resnet18`.
+
+    >>> import torch
+    >>> from streamclr import resnet34
+    >>> encoder = resnet34(width=4, norm="group")
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 32])
+    """
     return ResNet(BasicBlock, (3, 4, 6, 3), width, stem, norm)
 
 
 def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
-    """ResNet-50 with random weights: images to features, see `ResNet`."""
+    """ResNet-50 with random weights: images to features.
+
+    width, stem, norm: as of `resnet18`.
+
+    >>> import torch
+    >>> from streamclr import resnet50
+    >>> encoder = resnet50(width=4, norm="group")
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 128])
+    """
     return ResNet(Bottleneck, (3, 4, 6, 3), width, stem, norm)
