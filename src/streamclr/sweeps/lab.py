@@ -19,9 +19,8 @@ from streamclr.base.progress import Progress, say
 from streamclr.base.table import Table
 from streamclr.encoders.architecture import Architecture
 from streamclr.learner import PRECISIONS
-from streamclr.loss import LOSSES, build_loss
 from streamclr.policy import listed_policies
-from streamclr.recipe import PAPER
+from streamclr.recipe import LOSSES, PAPER, build_loss
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve

@@ -1,0 +1,40 @@
+"""CLA: a loss that keeps what is learned now in line with what was learned before."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from streamclr.base.errors import UserError
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.loss import TargetNetwork, nt_xent
+
+
+class CLA(TargetNetwork):
+    """NT-Xent, and projections from which those of the past can be told (Cignoni et al. 2025, CLA-E).
+
+    The past is a slow moving average of the model, which sees the same views; a small network that learns maps the
+    model's projection of a view to that of the past. CaSSLe (Fini et al. 2022) does so with a copy of the model that is
+    made where a task ends, which a stream does not say.
+
+    weight: of the alignment, beside NT-Xent.
+    width: hidden units of the small network.
+    """
+
+    def __init__(self, weight: float = 0.1, momentum: float = 0.999, width: int = 512, temperature: float = 0.5):
+        super().__init__(momentum)
+        if not weight >= 0:
+            raise UserError(f"weight is {weight}: use 0 (NT-Xent alone) or more")
+        if width < 1:
+            raise UserError(f"width is {width}: use at least 1 hidden unit")
+        self.weight, self.width, self.temperature = weight, width, temperature
+
+    def begin(self, model: ContrastiveModel) -> None:
+        super().begin(model)
+        d = model.projection_size
+        hidden = nn.Linear(d, self.width, bias=False), nn.BatchNorm1d(self.width), nn.ReLU()
+        self.aligner = nn.Sequential(*hidden, nn.Linear(self.width, d)).to(model.mean)
+
+    def forward(self, z0: Tensor, z1: Tensor, *targets: Tensor) -> Tensor:
+        past = F.normalize(self.aligner(torch.cat([z0, z1])), dim=1)  # as it is told, 2n x d
+        apart = 1 - (past * torch.cat(targets)).sum(1)
+        return nt_xent(z0, z1, self.temperature) + self.weight * apart.mean()
