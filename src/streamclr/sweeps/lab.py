@@ -145,7 +145,7 @@ class Lab:
         if n_imagenet is not None:
             settings["source"] = f"imagenet:{self.data_dir or ''}?classes={self._of_imagenet(n_imagenet)}"
         of_every_run = {name: getattr(self.options, name) for name in OF_EVERY_RUN}
-        return replace(SCALES[self.scale], **of_every_run, **settings)
+        return replace(SCALES[self.scale], **of_every_run | settings)
 
     def _of_imagenet(self, n: int) -> str:
         """Its classes by name where they were listed, so that a job is known by them; else how many."""
