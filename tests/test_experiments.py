@@ -278,6 +278,8 @@ def test_peers_take_the_rows_that_adapt_has_measured(no_data, tmp_path, monkeypa
     for row, own in shared.items():
         assert [job.key for job in own] == [job.key for job in theirs[row]]
         assert all((COMMITTED / "jobs" / f"{job.key}.json").exists() for job in own), row
+    more = asked_by("peers", tmp_path, monkeypatch, policies="k-center,reservoir")
+    assert more == ours | {f"{d}, K-Center": theirs[f"{d}, K-Center"] for d in ("GTSRB", "CIFAR-10")}
     others = [job for row, own in ours.items() if row not in theirs for job in own]
     assert len({job.key for job in others}) == len(others) == 2 * 4 * 3
     assert {job.name for job in others} == {"peer"}

@@ -142,8 +142,8 @@ def begun(loss, seed=0):
 def test_cla_is_nt_xent_and_the_distance_to_the_same_view_of_the_past():
     loss = begun(CLA(weight=0.3, temperature=0.2))
     z0, z1, t0, t1 = (nn.functional.normalize(draw(6, 128, seed=seed), dim=1) for seed in range(4))
-    told = loss.aligner(torch.cat([z0, z1]))
-    cosines = nn.functional.cosine_similarity(told, torch.cat([t0, t1]), dim=1)
+    predicted = loss.aligner(torch.cat([z0, z1]))
+    cosines = nn.functional.cosine_similarity(predicted, torch.cat([t0, t1]), dim=1)
     expected = nt_xent(z0, z1, 0.2) + 0.3 * sum(1 - cosine.item() for cosine in cosines) / 12
     assert loss(z0, z1, t0, t1).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -160,7 +160,7 @@ def test_without_weight_it_learns_as_nt_xent_does():
     assert learned("cla") != learned("nt-xent")
 
 
-def test_the_aligner_learns_to_tell_the_past_while_the_past_stays():
+def test_the_aligner_learns_to_predict_the_past_while_the_past_stays():
     learner = Learner(resnet18(4), RandomReplace(), 8, loss="cla?weight=100&momentum=0.9999", lr=1e-2, device="cpu")
     before = copy.deepcopy(learner.loss.target.state_dict())
     losses = [learner.learn_many(random_images(8, seed=seed % 2)).loss for seed in range(30)]

@@ -1,4 +1,4 @@
-"""CLA: a loss that keeps what is learned now in line with what was learned before."""
+"""CLA: a loss that keeps the representation in line with that of the past."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from streamclr.loss import TargetNetwork, nt_xent
 
 
 class CLA(TargetNetwork):
-    """NT-Xent, and projections from which those of the past can be told (Cignoni et al. 2025, CLA-E).
+    """NT-Xent, and projections from which those of the past can be predicted (Cignoni et al. 2025, CLA-E).
 
-    The past is a slow moving average of the model, which sees the same views; a small network that learns maps the
-    model's projection of a view to that of the past. CaSSLe (Fini et al. 2022) does so with a copy of the model that is
-    made where a task ends, which a stream does not say.
+    The past is a slow moving average of the model, which sees the same views; a small network predicts its projection
+    of a view from the model's. CaSSLe (Fini et al. 2022) does so with a copy of the model made where a task ends, which
+    a stream does not say.
 
     weight: of the alignment, beside NT-Xent.
     width: hidden units of the small network.
@@ -35,6 +35,6 @@ class CLA(TargetNetwork):
         self.aligner = nn.Sequential(*hidden, nn.Linear(self.width, d)).to(model.mean)
 
     def forward(self, z0: Tensor, z1: Tensor, *targets: Tensor) -> Tensor:
-        past = F.normalize(self.aligner(torch.cat([z0, z1])), dim=1)  # as it is told, 2n x d
-        apart = 1 - (past * torch.cat(targets)).sum(1)
+        predicted = F.normalize(self.aligner(torch.cat([z0, z1])), dim=1)  # 2n x d
+        apart = 1 - (predicted * torch.cat(targets)).sum(1)
         return nt_xent(z0, z1, self.temperature) + self.weight * apart.mean()

@@ -40,13 +40,14 @@ Rows = dict[str, dict[str, list[float]]]
 
 
 def experiment(lab: Lab) -> Findings:
-    peers = PEERS | {policy: {"policy": policy} for policy in lab.policies}
+    further = [adapt.POLICIES[policy] for policy in lab.policies if policy in adapt.POLICIES]
+    peers = PEERS | {policy: {"policy": policy} for policy in lab.policies if policy not in adapt.POLICIES}
     jobs: dict[str, list[Job]] = {}
     for dataset, settings in adapt.DATASETS.items():
         if lab.at_hand(dataset, **settings):
             known = adapt.rows_of(lab, dataset, settings)
             usual = adapt.SETTINGS | settings | {"policy": "reservoir", "images": SHORT[dataset]} | IN_BUFFER
-            jobs |= {f"{dataset}, {row}": known[row] for row in KNOWN}
+            jobs |= {f"{dataset}, {row}": known[row] for row in (*KNOWN, *further)}
             for row, own in peers.items():
                 jobs[f"{dataset}, {row}"] = [job.doing("peer", measure) for job in lab.runs(**usual | own)]
             jobs[f"{dataset}, {TWICE}"] = known[TWICE]
