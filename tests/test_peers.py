@@ -260,6 +260,13 @@ def test_a_state_of_plain_adam_is_refused_in_one_line():
         OrthogonalAdam(weights, 1e-2).load_state_dict(Adam(weights, 1e-2).state_dict())
 
 
+def test_it_has_a_name_and_asks_for_its_learning_rate():
+    with pytest.raises(UserError, match="the optimizer is orthogonal-adam, and the recipe's lr is for adam: give lr"):
+        Learner(resnet18(4), buffer=8, optimizer="orthogonal-adam", device="cpu")
+    learner = Learner(resnet18(4), buffer=8, optimizer="orthogonal-adam", lr=1e-3, device="cpu")
+    assert type(learner.optimizer) is OrthogonalAdam
+
+
 def test_a_learner_with_it_goes_on_bit_by_bit():
     def made(seed):
         torch.manual_seed(seed)

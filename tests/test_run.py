@@ -436,7 +436,7 @@ def test_new_directory_says_when_it_cannot_be_made(tmp_path):
         new_directory(tmp_path / "file" / "below", tmp_path)
 
 
-POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir"]
+POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir", "min-red", "scale"]
 
 
 PARTS = [{"policy": policy} for policy in POLICIES]
