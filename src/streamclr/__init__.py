@@ -33,10 +33,12 @@ if TYPE_CHECKING:  # under their own names, so that a type checker takes them fo
     from streamclr.models.pretrained import Pretrained as Pretrained
     from streamclr.models.pretrained import from_pretrained as from_pretrained
     from streamclr.models.pretrained import save_pretrained as save_pretrained
+    from streamclr.peers.alignment import CLA as CLA
+    from streamclr.peers.min_red import MinRed as MinRed
+    from streamclr.peers.scale import SCALE as SCALE
     from streamclr.policy import ContrastScoring as ContrastScoring
     from streamclr.policy import FIFOReplace as FIFOReplace
     from streamclr.policy import KCenter as KCenter
-    from streamclr.policy import MinRed as MinRed
     from streamclr.policy import Mixture as Mixture
     from streamclr.policy import Policy as Policy
     from streamclr.policy import RandomReplace as RandomReplace
@@ -67,11 +69,13 @@ _MODULES = {
     "loss": ["BYOL", "Loss", "TargetNetwork", "barlow_twins", "nt_xent", "vicreg"],
     "models.card": ["Card"],
     "models.pretrained": ["Pretrained", "from_pretrained", "save_pretrained"],
+    "peers.alignment": ["CLA"],
+    "peers.min_red": ["MinRed"],
+    "peers.scale": ["SCALE"],
     "policy": [
         "ContrastScoring",
         "FIFOReplace",
         "KCenter",
-        "MinRed",
         "Mixture",
         "Policy",
         "RandomReplace",

@@ -30,7 +30,7 @@ from streamclr.encoders.resnet import resnet18
 from streamclr.encoders.stages import set_trained
 from streamclr.encoders.weights import make_encoder
 from streamclr.kept import KeptViews, kept_bytes, kept_shape
-from streamclr.loss import build_loss, checked_loss, nt_xent
+from streamclr.loss import checked_loss, nt_xent
 from streamclr.policy import (
     Policy,
     build_policy,
@@ -41,7 +41,7 @@ from streamclr.policy import (
     policy_name,
     policy_state,
 )
-from streamclr.recipe import OPTIMIZERS, POSITIVES, find_recipe, usual_batch, usual_lr
+from streamclr.recipe import OPTIMIZERS, POSITIVES, build_loss, find_recipe, usual_batch, usual_lr
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
 from streamclr.views import ViewPairs, Views, WeakView, build_views, build_weak_view, can_chunk
@@ -90,9 +90,9 @@ class Learner:
     policy: which images stay in the buffer: an object, or `name?option=value`.
     buffer: N, images in the buffer; or its size in bytes, as "10M".
     batch_size: images of one update, drawn uniformly from the buffer.
-    loss: `nt-xent`, `vicreg`, `barlow-twins` or `byol`; any function of the projections z0 and z1, or a Loss.
+    loss: `nt-xent`, `vicreg`, `barlow-twins`, `byol` or `cla`; any function of the projections z0 and z1, or a Loss.
     temperature: of a loss by name that takes one.
-    optimizer: `adam` or `muon`.
+    optimizer: `adam`, `muon` or `orthogonal-adam`.
     lr: learning rate.
     lr_half: steps after which it has fallen to half. It falls as 1/√t, because nobody knows when a stream ends; 0: it
         is constant.

@@ -1,7 +1,6 @@
 """Losses of the projections of two views: NT-Xent, which is the paper's, and others that can take its place."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import shown
-from streamclr.encoders.inference import holds_generator, infer_views
+from streamclr.encoders.inference import infer_views
 from streamclr.encoders.projection import ContrastiveModel
 
 # Losses without state: z0[i] and z1[i] are the unit projections of the two views of image i, n x d each.
@@ -214,27 +212,6 @@ class BYOL(TargetNetwork):
         p0, p1 = F.normalize(self.predictor(torch.cat([z0, z1])), dim=1).chunk(2)
         t0, t1 = targets
         return ((p0 - t1).square().sum(1) + (p1 - t0).square().sum(1)).mean()
-
-
-LOSSES: dict[str, Callable[..., Any]] = {
-    "nt-xent": nt_xent,
-    "vicreg": vicreg,
-    "barlow-twins": barlow_twins,
-    "byol": BYOL,
-}
-
-
-def build_loss(loss: str | Callable[..., Tensor], temperature: float | None = None) -> Loss:
-    """The loss `name?option=value`, built in or of a researcher, or any function of z0 and z1.
-
-    temperature: of a loss by name, if it takes one.
-    """
-    made = plugins.make("loss", loss, LOSSES, temperature=temperature) if isinstance(loss, str) else loss
-    if inspect.isclass(made) or not callable(made):
-        raise UserError(f"loss is {made!r}: give {plugins.KINDS['loss'].is_a}, as BYOL()")
-    if not isinstance(made, nn.Module) and (hasattr(made, "state_dict") or holds_generator(made)):
-        raise UserError(f"the loss {type(made).__name__} has a state that would not be saved: derive it from Loss")
-    return made if isinstance(made, Loss) else Loss(made)
 
 
 def checked_loss(value: Any) -> Tensor:

@@ -10,9 +10,8 @@ from streamclr.base.options import option
 from streamclr.base.plugins import KINDS
 from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
-from streamclr.loss import LOSSES
 from streamclr.policy import POLICIES
-from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
+from streamclr.recipe import ADAPT, LOSSES, OPTIMIZERS, PAPER, RECIPES, SCRATCH
 from streamclr.records.answering import AnswerOptions
 from streamclr.records.label_budget import MIN_ASKED, N_ASKED
 from streamclr.views import VIEWS, WEAK_VIEWS
@@ -106,7 +105,7 @@ class ModelOptions:
         "start from pretrained (public weights), random, encoder weights in a file (.safetensors or .pth with "
         "torchvision's names) or a directory with a model [pretrained for mobilenet_v2, hf: and timm:, else random]",
     )
-    optimizer: str | None = option(None, f"adam or muon {by_recipe('optimizer')}")
+    optimizer: str | None = option(None, f"{', '.join(OPTIMIZERS)} {by_recipe('optimizer')}")
     lr: float | None = option(None, f"learning rate {by_recipe('lr')}")
     lr_half: int | None = option(
         None, f"steps after which the learning rate has fallen to half; 0: it is constant {by_recipe('lr_half')}"

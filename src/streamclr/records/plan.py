@@ -18,9 +18,8 @@ from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
 from streamclr.encoders.stages import set_trained
 from streamclr.kept import kept_bytes, kept_shape
-from streamclr.loss import LOSSES
 from streamclr.policy import POLICIES
-from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
+from streamclr.recipe import LOSSES, PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
 from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
