@@ -55,7 +55,7 @@ class ContrastScoring:
     """Keep the images whose mirror image the encoder still tells apart (Sec. III-B; lazy scoring, Sec. III-D).
 
     rescore_every: T; an image in the buffer is scored again when its age is a multiple of it.
-    precision: `fp32` scores exactly; `int8`, `folded` and `half` are faster; `auto` takes the fastest on this machine,
+    precision: `fp32` scores exactly; `int8` and `half` are faster; `auto` takes the fastest on this machine,
         as long as it ranks the images as the exact score does.
     duplicate: a frame whose pixels differ from the frame before by at most this (mean, of 255) takes over its score
         and is not encoded; below 0: every frame is encoded.
@@ -132,6 +132,8 @@ class ContrastScoring:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._fast, self._trusted, self._n_fast = state["fast"], state["trusted"], state["n_fast"]
+        if self._fast == "folded":  # in states of earlier versions, and what fp32 is now
+            self._fast = "fp32"
 
 
 MIN_IMAGES_FOR_FAST = 64  # with fewer, making the fast model costs more than it saves

@@ -17,7 +17,7 @@ def contrast_score(
 
     Deterministic: it depends on the image and the model only; in int8 also, slightly, on the other images.
 
-    precision: `fp32` is exact; `folded`, `int8` and `half` are faster (see compute/fast_scoring.py).
+    precision: `fp32` is exact; `int8` and `half` are faster (see compute/fast_scoring.py).
     weak_view: x to x+; default: the model's own, else the flip.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Fast models for scoring: BatchNorm folded into the convolutions, in float, half or int8.
+"""Fast models for scoring: BatchNorm folded into the convolutions, in half or int8.
 
 A score only ranks images, so it need not be exact. The fast model is made from the weights at every call, which costs
 far less than it saves: it is never out of date and not part of any state.
@@ -26,7 +26,7 @@ from streamclr.encoders.folded import FoldedBlocks, FoldedConv
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import ResNet
 
-PRECISIONS = ("fp32", "folded", "int8", "half")
+PRECISIONS = ("fp32", "int8", "half")
 Projection = Callable[[Tensor], Tensor]  # images in [0, 1] to unit vectors
 
 
@@ -60,12 +60,12 @@ def precisions(model: nn.Module) -> tuple[str, ...]:
     """Those that the model has: with BatchNorm a built-in encoder is a fixed map in eval mode.
 
     MobileNetV2 has no int8: with public weights its scores rank like the exact ones by 0.93 only (Spearman, 256 images
-    of GTSRB at 64 px), at half the time of `folded`.
+    of GTSRB at 64 px), at half the time.
     """
     encoder = model.encoder if isinstance(model, ContrastiveModel) else model
     if not is_built_in(encoder) or any(isinstance(module, nn.GroupNorm) for module in encoder.modules()):
         return ("fp32",)
-    return PRECISIONS if isinstance(encoder, ResNet | Compact) else ("fp32", "folded", "half")
+    return PRECISIONS if isinstance(encoder, ResNet | Compact) else ("fp32", "half")
 
 
 class FoldedEncoder(FoldedBlocks):
