@@ -353,9 +353,9 @@ POLICIES: dict[str, type] = {
     "k-center": KCenter,
     "reservoir": Reservoir,
     "min-red": MinRed,
+    "scale": SCALE,
     "mixture": Mixture,
     "scored-reservoir": ScoredReservoir,
-    "scale": SCALE,
 }
 
 

@@ -112,7 +112,7 @@ def _predictor(model: ContrastiveModel, shape: tuple[int, ...], n_views: int) ->
     def work(chunk_size: int | None) -> int:
         if chunk_size is None:
             return n_views * plain
-        return n_views * (kept + head) + chunk_size * (6 * largest + 4 * one_view)
+        return n_views * (kept + head) + chunk_size * (max(6 * largest_at_once, 3 * largest) + 4 * one_view)
 
     return work
 
