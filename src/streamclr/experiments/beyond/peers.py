@@ -66,10 +66,10 @@ def experiment(lab: Lab) -> Findings:
     note = (
         f"{SHORT['GTSRB']:,} frames of GTSRB, {SHORT['CIFAR-10']:,} of CIFAR-10, and a buffer of "
         f"{IN_BUFFER['buffer']}, as in `adapt`, which has the other policies. Cost: of a step, where that of a "
-        f"reservoir with NT-Xent and Adam is 1; of a peer {N_TIMED} steps of both are timed in turn, of the rows of "
-        "`adapt` the CPU seconds of its runs. CPU seconds: the cost times those of the reservoir. Equal cost: the "
-        "reservoir is interpolated between none, as many and twice as many frames, and what costs more than that is "
-        "compared with twice as many. Not in the paper."
+        f"reservoir with NT-Xent and Adam is 1; of a peer {N_TIMED} steps of both with full buffers are timed in turn, "
+        "of the rows of `adapt` the CPU seconds of its runs. CPU seconds: the cost times those of the reservoir. "
+        "Equal cost: the reservoir is interpolated between none, as many and twice as many frames, and what costs more "
+        "than that is compared with twice as many. Not in the paper."
     )
     title = "Methods of other papers: accuracy on held-out tracks (GTSRB) or test images, %, and points"
     draw = lines(_series(measured, peers), "cost, of the reservoir's")
