@@ -385,7 +385,7 @@ class Learner:
     def fit(self, shape: Sequence[int]) -> MemoryPlan | None:
         """Fit buffer and memory to segments of this shape, once. Returns the plan by which a step keeps to the memory
         limit, if there is one; an error if none does."""
-        if not self.buffer.n_seen:
+        if not self.buffer.n_seen and (self._buffer_bytes is not None or self.kept is not None):
             self.buffer = self._make_buffer(self._buffer_size(shape[1:]))
         if self.plan is None and self.memory is not None:
             self.optimizer.keep_gradients()
