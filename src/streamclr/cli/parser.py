@@ -37,7 +37,7 @@ HEADINGS = {
     "rounds": tuple(
         "rounds round_images momentum slow statistics fraction min_devices deadline patience head_every".split()
     ),
-    "run directory": ("out", "resume", "checkpoint_minutes", "checkpoint_steps"),
+    "run directory": ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "log_disk"),
     "machine": ("device", "memory", "precision", "compile", "decoders", "duty", "metrics", "serve", "host", "port"),
 }
 N_OPTIONS_FOR_HEADINGS = 16

@@ -14,6 +14,7 @@ from streamclr.loss import LOSSES
 from streamclr.policy import POLICIES
 from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
 from streamclr.records.answering import AnswerOptions
+from streamclr.records.journal import USUAL_LIMIT
 from streamclr.records.label_budget import MIN_ASKED, N_ASKED
 from streamclr.views import VIEWS, WEAK_VIEWS
 
@@ -197,6 +198,9 @@ class KeepingOptions:
         10, "minutes between two checkpoints, more if they are large; 0: only at the end and when stopped"
     )
     checkpoint_steps: int | None = option(None, "also save a checkpoint every N steps")
+    log_disk: str = option(
+        USUAL_LIMIT, "the most disk space for each of journal, events and predictions; beyond it old lines are thinned"
+    )
 
 
 @dataclass(frozen=True)
