@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from streamclr.cli.entry import main
 from streamclr.compute.finite import all_finite
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.directory import RunDirectory
+from streamclr.records.journal import files_of, lines_of
 from streamclr.records.options import RunOptions
 from streamclr.runs.run import run
 from streamclr.runs.service import Notifier
@@ -203,7 +205,65 @@ def test_a_journal_that_somebody_removed_costs_nothing_else(config, tmp_path, mo
     (tmp_path / "run" / "journal.jsonl").unlink()
     _, results = run(config)
     assert results["steps"] == 10
-    assert "is shorter than when step 1 was saved" in capsys.readouterr().err
+    assert "has no line of step 1: it goes on with what is there" in capsys.readouterr().err
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", [3, 11, 20])
+def test_a_run_whose_files_were_thinned_resumes_where_it_was(config, tmp_path, monkeypatch, step):
+    """A file takes six lines of its journal, or one segment of predictions; every fourth step has a checkpoint."""
+
+    def kill(learner):
+        raise Killed
+
+    config = dataclasses.replace(config, predict=True, checkpoint_steps=4, images=160)
+    whole, _ = run(dataclasses.replace(config, out=str(tmp_path / "whole")))
+    loss_of = {one["number"]: one["loss"] for one in RunDirectory(whole).steps()}
+    assert len(loss_of) == 20
+    monkeypatch.setattr("streamclr.records.directory.parse_limit", lambda _: 8000)
+    with monkeypatch.context() as patch:
+        at_steps(patch, [step], kill)
+        with pytest.raises(Killed):
+            run(config)
+    path, results = run(config)
+    assert results["steps"] == 20
+    steps = RunDirectory(path).steps()
+    assert {one["number"]: one["loss"] for one in steps}.items() < loss_of.items()
+    assert [one["number"] for one in steps[-6:]] == list(range(15, 21))
+    images = [json.loads(one)["image"] for one in lines_of(path / "predictions.jsonl")]
+    assert images == sorted(set(images))
+    assert images[-8:] == list(range(152, 160))
+    assert len(images) < 160
+    assert results["predictions"] == results["account"]["predicted"] == 160
+    for name in ("journal.jsonl", "predictions.jsonl"):
+        assert all(file.exists() for file in files_of(path / name))
+        assert sum(file.stat().st_size for file in files_of(path / name)) <= 8000
+    for name in ("model.safetensors", "buffer.safetensors"):
+        assert (path / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_points_of_the_learning_curve_are_thinned_last(config, monkeypatch):
+    monkeypatch.setattr("streamclr.records.directory.parse_limit", lambda _: 8000)
+    path, _ = run(dataclasses.replace(config, images=480, probes=5))
+    steps = RunDirectory(path).steps()
+    assert len(steps) < 25
+    assert [one["number"] for one in steps if "accuracy" in one] == [12, 24, 36, 48, 60]
+
+
+def test_events_of_several_threads_keep_to_the_limit_and_have_numbers(tmp_path):
+    directory = RunDirectory(tmp_path, 20_000)
+    threads = [Thread(target=lambda: [directory.tell("x" * 50, n) for n in range(100)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [json.loads(one)["number"] for one in lines_of(tmp_path / "events.jsonl")]
+    assert found == sorted(set(found))
+    assert found[-1] == 400
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_thrown_away(config, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from streamclr import (
     resnet18,
     train_head,
 )
+from streamclr.streams.frame import BadFrame
 from support.images import make_folder, random_images
 
 N, SIZE = 40, 16
@@ -175,6 +176,26 @@ def test_a_generator_goes_on_with_what_comes(images):
     assert other.labels(torch.tensor([0, 31])).tolist() == [-1, -1]
 
 
+def test_labels_and_tracks_of_frames_take_memory_where_they_change(images):
+    """A camera's track of a million frames is one entry, not a million."""
+    marks = [(None, None)] * 5 + [(1, 7)] * 900 + [(1, 8)] * 50 + [(0, None)] * 40 + [(None, None)] * 5
+
+    def frames():
+        return ((images[i % N], *mark) for i, mark in enumerate(marks))
+
+    stream, other = open_stream(frames(), classes=("ant", "bee")), open_stream(frames(), classes=("ant", "bee"))
+    list(stream.segments(64))
+    every = torch.arange(len(marks))
+    assert stream.labels(every).tolist() == [-1 if label is None else label for label, _ in marks]
+    assert stream.tracks(every).tolist() == [-1 if track is None else track for _, track in marks]
+    assert stream.state_dict()["marks"].shape == (3, 4)
+    assert other.size == SIZE  # a look at a frame without a label, which comes next
+    other.load_state_dict(stream.state_dict())
+    assert torch.equal(other.labels(every), stream.labels(every))
+    next(other.segments(1))
+    assert other.labels(torch.tensor([0, 5, 999, 1000])).tolist() == [-1, 1, -1, -1]
+
+
 def test_a_look_at_the_size_takes_no_frame_away(images):
     stream = open_stream(image for image in images)
     assert stream.size == stream.size == SIZE
@@ -209,6 +230,31 @@ def test_a_source_of_ones_own():
     assert stream.read(3)[:, 0, 0, 0].tolist() == [0, 1, 2]
     assert stream.labels(torch.arange(3)).tolist() == [0, 1, 0]
     assert math.isfinite(learned_once(stream).loss)
+
+
+class ManyBad(Numbers):
+    """Of a dataset with images that cannot be read: every one of the first ten, then every third."""
+
+    def images(self, numbers):
+        if ((numbers < 10) | (numbers % 3 == 0)).any():
+            raise BadFrame("an image", "damaged", "a test")
+        return super().images(numbers)
+
+
+def test_images_that_cannot_be_read_take_eight_bytes_each():
+    stream, other = (open_stream(ManyBad()) for _ in range(2))
+    images = stream.read(2000)
+    good = [number for number in range(10, 3100) if number % 3][:2000]
+    assert images[:, 0, 0, 0].tolist() == [number % 256 for number in good]
+    arrivals = torch.tensor([0, 1999, 3, 4, 1000])
+    assert stream.labels(arrivals).tolist() == [good[n] % 2 for n in arrivals.tolist()]
+    state = copy.deepcopy(stream.state_dict())
+    assert state["skipped"].tolist() == sorted(set(range(stream.position)) - set(good))
+    assert state["skipped"].nbytes == 8 * stream.account.rejected["damaged"]
+    other.load_state_dict(state | {"skipped": state["skipped"].tolist()})  # as 0.1.0 had it
+    for one in (stream, other):
+        assert one.read(1)[0, 0, 0, 0] == (good[-1] + 2) % 256
+        assert one.labels(torch.tensor([2000, 7])).tolist() == [(good[-1] + 2) % 2, good[7] % 2]
 
 
 def learned_once(stream):

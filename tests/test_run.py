@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from streamclr.models.heads import Heads
 from streamclr.recipe import LOSSES, OPTIMIZERS
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
+from streamclr.records.journal import files_of, lines_of
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
@@ -506,6 +508,65 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path, n_kills):
     assert kill_and_restart(killed, [*words, "--out", str(killed)], n_kills, seed=0) == n_kills
     assert content(killed) == content(whole)
     assert state_sha256(killed) == state_sha256(whole)
+
+
+KILLED_AS_FILES_MOVE = """
+import os, signal, sys
+from streamclr.cli.entry import main
+n, is_done = int(sys.argv[1]), sys.argv[2] == "done"
+def wrapped(real):
+    def call(source, target):
+        global n
+        n -= ".jsonl" in str(source)
+        if n == 0 and not is_done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(source, target)
+        if n == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return call
+os.rename, os.replace = wrapped(os.rename), wrapped(os.replace)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.system
+def test_kill_9_as_files_are_full_and_old_lines_are_thinned(tmp_path):
+    """The journal moves on twice and is whole, the predictions eight times and are thinned."""
+    words = ["run", "--source", "synthetic:?size=8", "--buffer", "8", "--width", "1", "--fractions", "0.1", "--predict"]
+    words += ["--images", "4800", "--checkpoint-steps", "10", "--probes", "0", "--classifier", "linear"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([sys.executable, "-m", "streamclr", *words, "--out", str(whole)], check=True, capture_output=True)
+    words += ["--log-disk", "256K", "--out", str(killed)]
+    for attempt in range(6):
+        moment = [str(1 + attempt % 3), ("done", "not done")[attempt // 3]]
+        command = [sys.executable, "-c", KILLED_AS_FILES_MOVE, *moment, *words]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == -signal.SIGKILL
+    subprocess.run([sys.executable, "-m", "streamclr", *words], check=True, capture_output=True)
+    assert state_sha256(killed) == state_sha256(whole)
+    first, second = ([(s["number"], s["loss"]) for s in RunDirectory(run).steps()] for run in (killed, whole))
+    assert first == second
+    assert [number for number, _ in first] == list(range(1, 601))
+    assert json.loads((killed / "results.json").read_text())["predictions"] == 4800
+    images = [json.loads(line)["image"] for line in lines_of(killed / "predictions.jsonl")]
+    assert images == sorted(set(images))
+    assert images[-100:] == list(range(4700, 4800))
+    assert images[0] == 0
+    assert len(images) < 3000
+    for name in ("journal.jsonl", "predictions.jsonl"):
+        assert all(file.exists() for file in files_of(killed / name)[:2])
+        assert sum(file.stat().st_size for file in killed.glob(f"*{name}*")) <= 2**18
+
+
+def test_what_killed_processes_have_left_half_written_is_deleted(config, tmp_path):
+    path, _ = run(config)
+    (path / "results.json").unlink()
+    left, young = path / ".buffer.safetensors.4321", path / ".labelled.safetensors.17"
+    for file in (left, young):
+        file.write_bytes(b"half of it")
+    os.utime(left, (0, 0))
+    run(config)
+    assert not left.exists()
+    assert young.exists()  # it may be under way in another process
 
 
 def test_a_stream_without_an_image_leaves_nothing_and_says_so(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import torch
 from streamclr import UserError, open_stream
 from streamclr.models.versions import Versions
 from streamclr.records.directory import RunDirectory
-from streamclr.runs.serving import PredictingStream, cut
+from streamclr.runs.serving import PredictingStream
 from streamclr.streams.account import Account
 from streamclr.streams.stream import CameraStream
 from support.camera import jpeg, write_clip
@@ -360,26 +360,6 @@ def test_sources_that_wait_and_others_that_do_not_are_refused_together(served, t
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "image", "left"),
-    [
-        ("", 3, []),
-        ('{"image": 0}\n{"image": 1}\n{"image": 2}\n', 2, [0, 1]),
-        ('{"image": 0}\n{"image": 1}\n{"ima', 5, [0, 1]),
-        ('{"image": 0}\n{"image": 1}\n', 0, []),
-        ('{"image": 7}\n{"image": 9}\n{"image": 12}\n', 10, [7, 9]),  # some were lost, or moved away
-        ('{"image": 0}\n\x00\x00\x00\n[]\n{"image": 4}\n', 4, [0]),
-        ("no line at all", 4, []),
-    ],
-)
-def test_cut_takes_back_what_came_later(tmp_path, content, image, left):
-    file = tmp_path / "predictions.jsonl"
-    cut(file, image)  # none there yet
-    file.write_text(content)
-    cut(file, image)
-    assert [json.loads(line)["image"] for line in file.read_text().splitlines()] == left
 
 
 def test_what_it_hands_on(served):

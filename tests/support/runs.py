@@ -76,7 +76,7 @@ def state_sha256(path):
         if isinstance(tree, torch.Tensor):
             digest.update(name.encode() + tree.contiguous().numpy().tobytes())
         elif isinstance(tree, dict):
-            for key in sorted(tree.keys() - {"seconds", "journal_bytes"}):
+            for key in sorted(tree.keys() - {"seconds"}):
                 add(tree[key], f"{name}/{key}")
         elif isinstance(tree, list):
             for i, value in enumerate(tree):

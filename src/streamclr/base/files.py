@@ -5,12 +5,16 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from streamclr.base.errors import UserError
+
+LEFT_SECONDS = 3600.0  # after which nobody writes a file any more
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -34,6 +38,14 @@ def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def remove_left(directory: Path) -> None:
+    """Delete what killed processes have begun to write below a directory; what is young may still be under way."""
+    for path in directory.rglob(".*"):
+        with suppress(FileNotFoundError):
+            if re.fullmatch(r"\..+\.\d+", path.name) and time.time() - path.stat().st_mtime > LEFT_SECONDS:
+                path.unlink()
 
 
 def near(path: str | Path) -> str:

@@ -21,12 +21,14 @@ from streamclr.fleet.flower.bundle import bundle
 from streamclr.fleet.keys import CA, SERVER
 from streamclr.fleet.options import DeviceOptions, JoinOptions, ServerOptions, learner_options
 from streamclr.fleet.rounds import Rounds, summary
+from streamclr.records.journal import Tail
 from streamclr.records.plan import open_run_stream
 from streamclr.runs.service import StopSignal
 from streamclr.streams.spec import absolute_source
 
 START_SECONDS = 60.0  # for Flower to start
 READ_EVERY = 0.5  # seconds between two reads of our files
+MAX_READ_BYTES = 2**20  # of the journal of rounds at once
 ASK_EVERY = 3.0  # seconds between two requests to Flower, which logs each of them
 MIN_RESTART_SECONDS, MAX_RESTART_SECONDS = 5.0, 300.0  # pause before a SuperNode that ended is started again
 UNKNOWN_KEY = "Failed to activate SuperNode"  # what Flower logs if a key is not registered
@@ -172,17 +174,14 @@ def _follow(control: Any, run_id: int, process: subprocess.Popen[bytes], asked: 
     import httpx
     from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
 
-    journal, position, looked = out / "rounds.jsonl", (out / "rounds.jsonl").stat().st_size, 0.0
+    journal, looked = Tail(out / "rounds.jsonl", MAX_READ_BYTES), 0.0
+    journal.read()  # what was there before
     while True:
         time.sleep(READ_EVERY)
-        with journal.open("rb") as file:
-            file.seek(position)
-            for line in file:
-                if line.endswith(b"\n"):
-                    position += len(line)
-                    done = json.loads(line)
-                    rejected = f" | rejected so far: {done['refused_so_far']}" if done["refused_so_far"] else ""
-                    say(summary(done) + rejected)
+        for line in journal.read()[1]:
+            done = json.loads(line)
+            rejected = f" | rejected so far: {done['refused_so_far']}" if done["refused_so_far"] else ""
+            say(summary(done) + rejected)
         if asked.signal:
             with suppress(httpx.HTTPError):  # it may be busy, and ends in any case
                 control.StopRun(StopRunRequest(run_id=run_id))

@@ -23,6 +23,7 @@ from streamclr.labelling.store import Labels
 from streamclr.models.heads import GLOBAL
 from streamclr.models.pretrained import Pretrained, save_pretrained
 from streamclr.records.directory import RunDirectory
+from streamclr.records.journal import lines_of
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import open_run_stream, resolve
 from streamclr.runs.assemble import make_learner
@@ -72,19 +73,17 @@ class Device:
         """Go on from the fleet's encoder with the next images; buffer and optimizer are this device's own."""
         learner = make_learner(self.plan)
         load_weights(learner.model, {**learner.model.state_dict(), **weights}, "what the server sent")
-        size = position = n_before = 0
+        number = position = n_before = 0
         if found := self.directory.checkpoints.latest():
             # The loop begins with the last checkpoint: the weights go there, beside the buffer and the moments.
             number, state = found
             keeps_own = self.statistics == "local"
             state["learner"]["model"] |= {k: t for k, t in weights.items() if not (keeps_own and is_statistic(k))}
-            size, position = state["journal_bytes"], state["stream"]["position"]
+            position = state["stream"]["position"]
             n_before = state["learner"]["buffer"]["n_seen"]
             self.directory.checkpoints.save(number, state)
         learn_stream(replace(self.plan, images=position + n_images), learner, self.stream, self.directory)
-        with (self.directory.path / "journal.jsonl").open("rb") as file:
-            file.seek(size)
-            losses = [json.loads(line)["loss"] for line in file]
+        losses = [json.loads(line)["loss"] for line in lines_of(self.directory.path / "journal.jsonl", after=number)]
         if not losses:
             raise UserError(f"{self.plan.source} has ended: nothing was learned in this round")
         loss = sum(losses) / len(losses)

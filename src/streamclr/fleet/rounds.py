@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from streamclr.fleet.device import MAX_LABELS_SENT, save_global
 from streamclr.fleet.options import check_built_in
 from streamclr.models.heads import GLOBAL
 from streamclr.records.checkpoints import Checkpoints
-from streamclr.records.journal import Journal
+from streamclr.records.journal import USUAL_LIMIT, Journal, cut, lines_of, parse_limit
 from streamclr.records.options import RunOptions
 from streamclr.runs.assemble import initial_model
 
@@ -88,12 +87,11 @@ class Rounds:
             state = found[1]
             self.average.load_state_dict(state["average"])
             self.refused = Counter(state["refused"])
-            if journal.exists() and journal.stat().st_size > state["journal_bytes"]:
-                os.truncate(journal, state["journal_bytes"])  # drop a round that will be repeated
+            cut(journal, self.n_rounds + 1)  # drop a round that will be repeated
             if state["head"] is not None:
                 self.head = FleetHead(**{"encoder": self.average.kept, **state["head"]})  # older checkpoints have none
             say(f"continuing after round {self.n_rounds}")
-        self.journal = Journal(journal, "the journal of rounds")
+        self.journal = Journal(journal, "the journal of rounds", parse_limit(USUAL_LIMIT))
 
     def close(self) -> None:
         self.journal.close()
@@ -158,7 +156,7 @@ class Rounds:
         head = None if self.head is None else self.head._asdict()
         state: dict[str, Any] = {"average": self.average.state_dict(), "head": head, "refused": dict(self.refused)}
         try:
-            state["journal_bytes"] = self.journal.sync()
+            self.journal.sync()
             self.checkpoints.save(self.n_rounds, state)
             save_tensors(self.path / "model.safetensors", self.kept_model().state_dict())
         except OSError as error:  # the earlier checkpoints are complete
@@ -182,5 +180,4 @@ def summary(line: dict[str, Any]) -> str:
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """The journal of a fleet, without a last line that is still being written."""
-    lines = (path / "rounds.jsonl").read_text("utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in lines_of(path / "rounds.jsonl")]

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import shutil
-from contextlib import suppress
+import threading
+from contextlib import closing, suppress
 from dataclasses import MISSING, asdict
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from streamclr.base import options as opts
 from streamclr.base.errors import UserError
-from streamclr.base.files import held, json_line, near, read_json, write_json
+from streamclr.base.files import held, near, read_json, remove_left, write_json
 from streamclr.base.plugins import plugins_of
 from streamclr.base.progress import say
 from streamclr.base.tensors import load_tensors, load_weights, save_tensors
@@ -28,6 +29,7 @@ from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
 from streamclr.learner import Learner, Step
 from streamclr.records.checkpoints import Checkpoints
+from streamclr.records.journal import Journal, cut, files_of, last_number, lines_of, parse_limit
 from streamclr.records.plan import RunPlan
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
@@ -39,10 +41,14 @@ FIRST = "first.safetensors"  # the model of step 0, so that questions can be cho
 
 
 class RunDirectory:
-    """All files of a run: docs/runs.md lists them."""
+    """All files of a run: docs/runs.md lists them.
 
-    def __init__(self, path: Path):
-        self.path = path
+    log_bytes: limit of each of its journals, for the process that writes them.
+    """
+
+    def __init__(self, path: Path, log_bytes: int | None = None):
+        self.path, self.log_bytes = path, log_bytes
+        self._telling = threading.Lock()
 
     @classmethod
     def of(cls, plan: RunPlan) -> "RunDirectory":
@@ -57,7 +63,7 @@ class RunDirectory:
             return directory
         if plan.resume and not plan.out:
             raise _nothing_to_resume(plan)
-        directory = cls(new_directory(plan.out, _default_place(plan)))
+        directory = cls(new_directory(plan.out, _default_place(plan)), parse_limit(plan.log_disk))
         content = asdict(plan) | {"out": None, "resume": False, "source": opts.redacted(plan.source)}
         del content["to"]  # it has passwords
         write_json(directory.path / "config.json", content)
@@ -96,7 +102,8 @@ class RunDirectory:
     def _places(cls, plan: RunPlan) -> list["RunDirectory"]:
         """Where the same run may have been left unfinished."""
         places = [Path(plan.out)] if plan.out else _newest_first(_default_place(plan)) if plan.resume else []
-        return [cls(place) for place in places if (place / "config.json").is_file()]
+        limit = parse_limit(plan.log_disk)
+        return [cls(place, limit) for place in places if (place / "config.json").is_file()]
 
     def differences(self, plan: RunPlan) -> list[str]:
         """The options that another run has otherwise than this one."""
@@ -123,6 +130,7 @@ class RunDirectory:
         """For this process, until it closes the directory or ends."""
         told = f"another process is learning in {self.path}: wait for it, or give another --out"
         self._lock = held(self.path / "config.json", told, seconds=1.0)  # `is_learning` takes it for a moment
+        remove_left(self.path)
 
     def close(self) -> None:
         self._lock.close()
@@ -179,16 +187,14 @@ class RunDirectory:
         self.checkpoints.drop_after(found[0] if found else 0)
         if found is None:
             (self.path / "candidates.bin").unlink(missing_ok=True)
-            if journal.exists() and journal.stat().st_size:
+            if last_number(journal):
                 self.say(f"no whole checkpoint in {self.path}: the run begins anew")
-                os.truncate(journal, 0)
+            cut(journal, 0)
             return 0.0
         number, state = found
-        if journal.exists() and journal.stat().st_size >= state["journal_bytes"]:
-            os.truncate(journal, state["journal_bytes"])
-        else:  # somebody cut or removed it: what was learned does not depend on it
-            shorter = f"{journal} is shorter than when step {number} was saved"
-            self.say(f"streamclr: {shorter}: it goes on with what is there")
+        cut(journal, number + 1)
+        if last_number(journal) < number:  # somebody removed it, or the disk was full: learning does not depend on it
+            self.say(f"streamclr: {journal} has no line of step {number}: it goes on with what is there")
         learner.load_state_dict(state["learner"])
         stream.load_state_dict(state["stream"])
         self.say(f"going on after step {number}, image {stream.position:,}")
@@ -198,11 +204,13 @@ class RunDirectory:
         """Take back a run that failed before its first step; what tells or holds something stays."""
         if self.is_gone:  # and what is there now is not ours
             return
-        if not (self.steps() or self.checkpoints.numbers() or any(self.path.rglob("events.jsonl"))):
-            learned = ("config.json", "journal.jsonl", "candidates.bin", "predictions.jsonl", FIRST)
+        has_steps = last_number(self.path / "journal.jsonl") or self.checkpoints.numbers()
+        if not (has_steps or any(self.path.rglob("events.jsonl"))):
+            learned = ("config.json", "journal.jsonl", "candidates.bin", FIRST)
             watched = ("looked-at", "status.json", "newest.safetensors", "buffer.safetensors")  # if somebody looked
-            for name in (*learned, *watched, PLUGINS):
-                (self.path / name).unlink(missing_ok=True)
+            predicted = files_of(self.path / "predictions.jsonl")
+            for file in (*predicted, *(self.path / name for name in (*learned, *watched, PLUGINS))):
+                file.unlink(missing_ok=True)
             for name in ("checkpoints", "ranks", "answers"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             with suppress(OSError):  # somebody has put something there, or looks at it this moment
@@ -234,20 +242,19 @@ class RunDirectory:
         """A line in events.jsonl and on stderr: what somebody who looks after the run should know."""
         self.say(f"streamclr: {event}")
         line = {"time": datetime.now().astimezone().isoformat(), "step": step, "event": event}
-        with suppress(OSError), (self.path / "events.jsonl").open("a", encoding="utf-8") as file:  # a full disk
-            file.write(json_line(line))
+        path = self.path / "events.jsonl"
+        with self._telling, suppress(OSError), closing(Journal(path, None, self.log_bytes)) as events:  # a full disk
+            events.write({"number": last_number(path) + 1} | line)
 
     def steps(self) -> list[dict[str, Any]]:
         """The journal so far; a last line that is still being written is left out."""
         journal, steps = self.path / "journal.jsonl", []
-        lines = journal.read_text("utf-8", errors="replace").splitlines(keepends=True) if journal.exists() else []
-        for number, line in enumerate(lines, 1):
-            if line.endswith("\n"):
-                try:
-                    steps.append(json.loads(line))
-                    _ = [steps[-1][field.name] for field in dataclasses.fields(Step) if field.default is MISSING]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise UserError(f"{journal}, line {number} is damaged ({error!r})") from None
+        for number, line in enumerate(lines_of(journal), 1):
+            try:
+                steps.append(json.loads(line))
+                _ = [steps[-1][field.name] for field in dataclasses.fields(Step) if field.default is MISSING]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{journal}, line {number} is damaged ({error!r})") from None
         return steps
 
     def save_first_model(self, model: ContrastiveModel) -> None:
@@ -329,8 +336,8 @@ class RankDirectory(RunDirectory):
     """What a rank but the first keeps of the run, below the directory of the first or, on another machine, in one of
     the same name: journal, events, and checkpoints of the same steps. The first rank's lock is for all of them."""
 
-    def __init__(self, run: Path, index: int):
-        super().__init__(run / "ranks" / str(index))
+    def __init__(self, run: Path, index: int, log_bytes: int | None = None):
+        super().__init__(run / "ranks" / str(index), log_bytes)
         self.index = index
         self.path.mkdir(parents=True, exist_ok=True)
 
@@ -356,7 +363,7 @@ def open_directory(plan: RunPlan, ranks: OneProcess) -> RunDirectory:
     with ranks.together():
         first = RunDirectory.of(plan) if ranks.index == 0 else None
     path = ranks.collect(first and os.path.abspath(first.path))[0]
-    return RankDirectory(Path(path), ranks.index) if first is None else first
+    return RankDirectory(Path(path), ranks.index, parse_limit(plan.log_disk)) if first is None else first
 
 
 def _why_no_run(path: Path) -> str:
@@ -373,7 +380,7 @@ def _why_no_run(path: Path) -> str:
 
 # Options that change where and how a run is kept, not what it learns.
 NOT_THE_RUNS = (
-    *"out resume checkpoint_minutes checkpoint_steps metrics duty decoders serve host port predict".split(),
+    *"out resume checkpoint_minutes checkpoint_steps log_disk metrics duty decoders serve host port predict".split(),
     *"to threshold smooth every_frame snapshot".split(),
 )
 

@@ -13,6 +13,7 @@ from streamclr.guards import GUARDS
 from streamclr.policy import POLICIES
 from streamclr.recipe import ADAPT, LOSSES, OPTIMIZERS, PAPER, RECIPES, SCRATCH
 from streamclr.records.answering import AnswerOptions
+from streamclr.records.journal import USUAL_LIMIT
 from streamclr.records.label_budget import MIN_ASKED, N_ASKED
 from streamclr.views import VIEWS, WEAK_VIEWS
 
@@ -201,6 +202,9 @@ class KeepingOptions:
         10, "minutes between two checkpoints, more if they are large; 0: only at the end and when stopped"
     )
     checkpoint_steps: int | None = option(None, "also save a checkpoint every N steps")
+    log_disk: str = option(
+        USUAL_LIMIT, "the most disk space for each of journal, events and predictions; beyond it old lines are thinned"
+    )
 
 
 @dataclass(frozen=True)

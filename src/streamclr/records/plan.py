@@ -20,6 +20,7 @@ from streamclr.encoders.stages import set_trained
 from streamclr.kept import kept_bytes, kept_shape
 from streamclr.policy import POLICIES
 from streamclr.recipe import LOSSES, PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
+from streamclr.records.journal import parse_limit
 from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
@@ -149,6 +150,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
             raise UserError(f"{options.source} is one image, and an update takes {batch}: {how}")
         whole = f"{options.source} ends after {images} images" if images == end else f"{images} images are asked for"
         raise UserError(f"{whole}, before one batch of {batch}: give it more, or use a smaller --buffer or --batch")
+    parse_limit(options.log_disk)
     if options.norm_over not in NORM_OVER:
         raise UserError(f"norm_over is {options.norm_over!r}: use {' or '.join(NORM_OVER)}")
     if options.probes is not None and not 0 <= options.probes <= 1000:

@@ -87,7 +87,8 @@ class Loop:
             places = list(stream.places.values())
             self.answers = Answers(plan, path / "answers", path, places, stream.repeats, self._tell)
         if self.served is not None:
-            stream = PredictingStream(stream, self.served, path / "predictions.jsonl", self.answers)
+            predictions = path / "predictions.jsonl"
+            stream = PredictingStream(stream, self.served, predictions, self.answers, directory.log_bytes)
         self.plan, self.learner, self.stream, self.directory = plan, learner, stream, directory
         self.ranks = learner.ranks
         self.challenger: Challenger | None = None
@@ -118,7 +119,8 @@ class Loop:
             if self.answers:
                 stack.enter_context(closing(self.answers))
                 self.answers.start()
-            self.journal = stack.enter_context(closing(Journal(self.directory.path / "journal.jsonl")))
+            journal = Journal(self.directory.path / "journal.jsonl", limit=self.directory.log_bytes, lasting="accuracy")
+            self.journal = stack.enter_context(closing(journal))
             minutes, steps, is_first = plan.checkpoint_minutes, plan.checkpoint_steps, self.ranks.index == 0
             self.checkpoints = Pace(self.directory.checkpoints, minutes, steps, quiet=not is_first)
             every = 10 if plan.images else 600  # seconds; a run without an end must not fill its log
@@ -390,9 +392,9 @@ class Loop:
                 "learner": self.learner.state_dict(copy=False),
                 "stream": self.stream.state_dict(),
                 "seconds": self.seconds,
-                "journal_bytes": self.journal.sync(),
                 "ranks": self.ranks.n,
             }
+            self.journal.sync()
         except OSError as error:
             return self.checkpoints.failed(self.learner.n_steps, error)
         return self.checkpoints.save(self.learner.n_steps, state)

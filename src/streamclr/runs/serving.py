@@ -1,7 +1,5 @@
 """A stream that classifies every frame as it comes: a thread reads ahead while the learner learns."""
 
-import json
-import mmap
 import threading
 import time
 from collections import deque
@@ -18,7 +16,7 @@ from torch import Tensor
 from streamclr.answers.answers import Answers
 from streamclr.base.errors import UserError
 from streamclr.models.versions import Versions
-from streamclr.records.journal import Journal
+from streamclr.records.journal import Journal, cut
 from streamclr.streams.account import Account
 from streamclr.streams.cameras.live import Idle
 from streamclr.streams.stream import Arrived, Stream
@@ -55,11 +53,15 @@ class PredictingStream(Stream):
     account. `arrived` is called in the reader's thread, after the images are classified.
 
     answers: takes what is predicted, to send it.
+    log_bytes: limit of the file of predictions.
     """
 
-    def __init__(self, stream: Stream, served: Versions, path: Path, answers: Answers | None = None):
+    def __init__(
+        self, stream: Stream, served: Versions, path: Path, answers: Answers | None = None, log_bytes: int | None = None
+    ):
         check_can_predict(stream)
         self.stream, self.served, self.path, self.answers = stream, served, path, answers
+        self._log_bytes = log_bytes
         self.n_images, self.epoch, self.classes = stream.n_images, stream.epoch, stream.classes
         self.train, self.test = stream.train, stream.test
         self.live, self.exact, self.overload = stream.live, stream.exact, stream.overload
@@ -130,7 +132,7 @@ class PredictingStream(Stream):
 
     def _start(self, n: int, until: int | None, arrived: Arrived | None, thumbnail_every: int) -> None:
         cut(self.path, self.account.classifiable)
-        self._predictions = Journal(self.path, self.path.name)
+        self._predictions = Journal(self.path, self.path.name, self._log_bytes)
         self.stream.account.take()  # from here on it is that of the frames since the last part
         self._image = self.account.classifiable  # number of the next one
         self._n_classified = self._n_written = 0  # since the last part: images, and lines of them
@@ -273,19 +275,3 @@ class PredictingStream(Stream):
             self._change.notify_all()
             if not self._drops:
                 self._change.wait_for(lambda: not self._ready or self._ends)
-
-
-def cut(path: Path, image: int) -> None:
-    """Remove the lines of this image and all later ones from a file of predictions, and a broken last line."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-            while end:
-                start = content.rfind(b"\n", 0, end - 1) + 1
-                with suppress(ValueError, KeyError, TypeError):  # a line that somebody damaged
-                    if json.loads(content[start:end])["image"] < image:
-                        break
-                end = start
-        file.truncate(end)

@@ -1,5 +1,7 @@
 """Frames of a program that come one after the other: a stream of any iterable."""
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -38,7 +40,8 @@ class FrameStream(Stream):
         self._frames, self._size = frames, None if size is None else checked_size(size)
         self._coming: Iterator[Any] = iter(frames)
         self._next: list[np.ndarray] = []  # a frame that was looked at and not yet handed out
-        self._marks: dict[int, tuple[int, int]] = {}  # label and track of the frames that have one, by their numbers
+        # Number, label and track of each frame whose label or track is not that of the frame before.
+        self._marks = tuple(array("q") for _ in range(3))
         self.position, self.account = 0, Account()
 
     @property
@@ -55,9 +58,18 @@ class FrameStream(Stream):
         for number, item in enumerate(islice(self._coming, n), self.position + len(self._next)):
             image, label, track = (*item, None, None)[:3] if isinstance(item, tuple) else (item, None, None)
             images.append(pixels_of(image, f"frame {number}", self._size))
-            if label is not None or track is not None:
-                self._marks[number] = UNKNOWN if label is None else int(label), UNKNOWN if track is None else int(track)
+            self._mark(number, UNKNOWN if label is None else int(label), UNKNOWN if track is None else int(track))
         return images
+
+    def _mark(self, number: int, label: int, track: int) -> None:
+        if (label, track) != self._mark_of(number):
+            for column, value in zip(self._marks, (number, label, track), strict=True):
+                column.append(value)
+
+    def _mark_of(self, number: int) -> tuple[int, int]:
+        numbers, labels, tracks = self._marks
+        place = bisect_right(numbers, number) - 1
+        return (UNKNOWN, UNKNOWN) if place < 0 else (labels[place], tracks[place])
 
     def _segments(
         self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
@@ -84,16 +96,18 @@ class FrameStream(Stream):
         return None if bool((tracks == UNKNOWN).all()) else tracks
 
     def _column(self, column: int, arrivals: Tensor) -> Tensor:
-        none = (UNKNOWN, UNKNOWN)
-        return torch.tensor([self._marks.get(number, none)[column] for number in arrivals.tolist()], dtype=torch.long)
+        return torch.tensor([self._mark_of(number)[column] for number in arrivals.tolist()], dtype=torch.long)
 
     def state_dict(self) -> dict[str, Any]:
-        known = [(number, *mark) for number, mark in self._marks.items() if number < self.position]
-        marks = torch.tensor(known, dtype=torch.long).view(-1, 3)
+        marks = torch.tensor(list(map(list, self._marks)), dtype=torch.long)
+        marks = marks[:, marks[0] < self.position]
         return {"position": self.position, "account": self.account.state_dict(), "marks": marks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        ahead = self._mark_of(self.position)
         self.position, self.account = state["position"], Account.of(state["account"])
         if self.repeats:
             self._coming, self._next = islice(self._frames, self.position, None), []
-        self._marks = {number: (label, track) for number, label, track in state["marks"].tolist()}
+        self._marks = tuple(array("q", column) for column in state["marks"].tolist())
+        if self._next:
+            self._mark(self.position, *ahead)

@@ -1,6 +1,8 @@
 """A stream: segments of uint8 images in order, from any source, with its position, so that it can resume."""
 
 import sys
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
@@ -171,7 +173,7 @@ class DatasetStream(Stream):
         self._told = [source.told] if source.told else []
         self.position = 0
         self.account = Account()
-        self._skipped: list[int] = []  # numbers of the images that could not be read
+        self._before_skipped = array("q")  # of each image that could not be read: how many were handed out before it
         self._named: dict[str, None] = {}  # what was said of them
         self._events: list[tuple[str, str]] = []
 
@@ -194,7 +196,7 @@ class DatasetStream(Stream):
             numbers = np.arange(self.position, min(self.position + n_left, end))
             images, good, bad = readable(self.source, numbers)
             self.account.add(Account(len(numbers), len(good), rejected=Counter(e.reason for e in bad.values())))
-            self._skipped += bad
+            self._before_skipped.extend(number - i for i, number in enumerate(bad, len(self._before_skipped)))
             self._name(list(bad.values()))
             self.position += len(numbers)
             parts.append(torch.from_numpy(images))
@@ -232,9 +234,8 @@ class DatasetStream(Stream):
 
     def _numbers(self, arrivals: Tensor) -> np.ndarray:
         """The numbers in the source of images that were handed out."""
-        skipped = np.array(self._skipped, np.int64)  # one copy: another thread may be reading
-        before = skipped - np.arange(len(skipped))  # images handed out before each skipped one
-        return arrivals.numpy() + np.searchsorted(before, arrivals.numpy(), side="right")
+        numbers = [arrival + bisect_right(self._before_skipped, arrival) for arrival in arrivals.tolist()]
+        return np.array(numbers, np.int64)
 
     def _segments(
         self, n: int, until: int | None, idle: Idle, arrived: Arrived | None, thumbnail_every: int
@@ -252,7 +253,7 @@ class DatasetStream(Stream):
         """The paths of the last `n` images that were read."""
         if not isinstance(self.source, DatasetSource):
             return [""] * n
-        end = self.position - len(self._skipped)
+        end = self.position - len(self._before_skipped)
         return [self.source.file(number) or "" for number in self._numbers(torch.arange(end - n, end)).tolist()]
 
     def _expect(self, n: int, until: int | None) -> None:
@@ -261,13 +262,16 @@ class DatasetStream(Stream):
         self.source.expect(np.arange(self.position, end))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "account": self.account.state_dict(), "skipped": list(self._skipped)}
+        before = torch.from_numpy(np.array(self._before_skipped, np.int64))
+        skipped = before + torch.arange(len(before))  # their numbers
+        return {"position": self.position, "account": self.account.state_dict(), "skipped": skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         # Old checkpoints have neither an account nor skipped images.
         self.account = Account.of(state["account"]) if "account" in state else Account(self.position, self.position)
-        self._skipped = list(state.get("skipped", []))
+        skipped = torch.as_tensor(state.get("skipped", []), dtype=torch.long)  # of 0.1.0: a list
+        self._before_skipped = array("q", (skipped - torch.arange(len(skipped))).tolist())
 
 
 class Shard(Source):

@@ -20,6 +20,7 @@ from streamclr.base.files import read_json, write_json
 from streamclr.base.plugins import Plugin, bring, plugins_of
 from streamclr.base.progress import say
 from streamclr.records.directory import NOT_THE_RUNS
+from streamclr.records.journal import Tail
 from streamclr.streams.datasets import registry as data
 from streamclr.sweeps.origin import Origin, origin, origin_of
 
@@ -143,12 +144,7 @@ def begun_by(directory: Path) -> Origin | None:
 
 def n_seen(directory: Path) -> int:
     """How many images the job's run has learned from, by the last whole line of its journal."""
-    journal = directory / "run" / "journal.jsonl"
-    if not journal.exists():
-        return 0
-    with journal.open("rb") as file:
-        file.seek(max(0, journal.stat().st_size - 4096))
-        lines = file.read().split(b"\n")[:-1]
+    lines = Tail(directory / "run" / "journal.jsonl", most=4096).read()[1]
     return json.loads(lines[-1])["seen"] if lines and lines[-1].startswith(b"{") else 0
 
 

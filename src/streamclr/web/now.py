@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import secrets
 from bisect import bisect_right
 from collections import Counter, deque
@@ -15,9 +14,10 @@ from PIL import Image
 
 from streamclr.base.errors import UserError
 from streamclr.base.tensors import load_metadata, load_tensors
+from streamclr.records.journal import Tail
 from streamclr.runs.status import NEWEST
 
-MAX_READ_BYTES = 4 * 2**20  # of the predictions at a time; a longer part of the file is passed over
+MAX_READ_BYTES = 4 * 2**20  # of the predictions at a time; what is longer is passed over
 COUNTED_MINUTES = 60
 N_RECENT = 10_000  # predictions of a source that are kept, to find that of a frame
 N_CHANGES = 30
@@ -93,11 +93,10 @@ class Predictions:
     """The tail of `predictions.jsonl`: the class of each frame, the counts of the last hour, and the changes."""
 
     def __init__(self, path: Path):
-        self.file = path / "predictions.jsonl"
+        self._tail = Tail(path / "predictions.jsonl", MAX_READ_BYTES)
         self._reset()
 
     def _reset(self) -> None:
-        self._offset, self._inode = 0, 0
         self._sources: dict[str, Seen] = {}
         self._minutes: dict[int, Counter[str]] = {}
         self.changes: deque[dict[str, Any]] = deque(maxlen=N_CHANGES)
@@ -106,21 +105,12 @@ class Predictions:
     def update(self) -> None:
         """Read what is new."""
         try:
-            with self.file.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_size < self._offset or found.st_ino != self._inode:
-                    self._reset()  # it was cut when the run went on, or is another file
-                    self._inode = found.st_ino
-                start = max(self._offset, found.st_size - MAX_READ_BYTES)
-                file.seek(start)
-                content = file.read(found.st_size - start)
+            anew, lines = self._tail.read()
         except OSError:
             return
-        if start > self._offset:
-            content = content[content.find(b"\n") + 1 :]  # the rest of a line
-        whole, _, rest = content.rpartition(b"\n")
-        self._offset = found.st_size - len(rest)
-        for line in whole.splitlines():
+        if anew:  # it was cut when the run went on, or is another file
+            self._reset()
+        for line in lines:
             with suppress(ValueError, KeyError, TypeError, AttributeError):  # damaged
                 self._take(json.loads(line))
         if self._minutes:

@@ -15,6 +15,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import read_json
 from streamclr.base.options import redacted, split
 from streamclr.records.directory import RunDirectory
+from streamclr.records.journal import Tail
 from streamclr.runs.loop import COLLAPSED_SPREAD, N_COLLAPSED
 from streamclr.web.now import Newest, Predictions
 from streamclr.web.plain import plain
@@ -22,7 +23,8 @@ from streamclr.web.standing import Standing
 from streamclr.web.wall import Wall
 
 MAX_POINTS = 1000  # of a chart
-MAX_JOURNAL_BYTES = 8 * 2**20  # a longer journal is sampled instead of read in full
+MAX_JOURNAL_BYTES = 8 * 2**20  # of a longer journal the rest is sampled instead of read in full
+MAX_EVENT_BYTES = 2**16
 WAITING_SECONDS = 30.0  # without a step, until a run is shown as waiting
 COLUMNS = ("step", "seen", "time", "loss", "score", "replaced", "rescored", "spread", "rate", "memory", "accuracy")
 Point = dict[str, float | None]
@@ -33,52 +35,28 @@ class JournalTail:
 
     def __init__(self, path: Path):
         self.path = path
+        self._tail = Tail(path, MAX_JOURNAL_BYTES, MAX_POINTS)
         self._reset()
 
     def _reset(self) -> None:
         self.points: list[Point] = []
         self.recent: deque[Point] = deque(maxlen=500)  # not thinned
         self.last: dict[str, Any] = {}
-        self._every, self._n, self._offset, self._rest = 1, 0, 0, b""
+        self._every, self._n = 1, 0
         self.n_ranks = 1
         self._rate: float | None = None
 
     def read(self) -> tuple[bool, list[Point]]:
         """Whether the journal was started again, and the new points, at most MAX_POINTS."""
         try:
-            size = self.path.stat().st_size
-        except OSError:  # not there yet, or deleted: keep what is shown
+            anew, lines = self._tail.read()
+        except OSError:  # a disk that fails for a while: keep what is shown
             return False, []
-        anew = size < self._offset
         if anew:
             self._reset()
         # The journal counts the images of rank 0; each further rank of this machine has a directory.
         self.n_ranks = 1 + sum(1 for _ in (self.path.parent / "ranks").glob("*"))
-        if size == self._offset:
-            return anew, []
-        new: list[Point] = []
-        with self.path.open("rb") as file:
-            if size - self._offset > MAX_JOURNAL_BYTES:
-                new += self._sample(file, size)
-            file.seek(self._offset)
-            lines = (self._rest + file.read(size - self._offset)).split(b"\n")
-        self._offset, self._rest = size, lines.pop()
-        new += [point for line in lines if (point := self._point(line))]
-        return anew, thinned(new)
-
-    def _sample(self, file: Any, size: int) -> list[Point]:
-        """Lines at even distances, up to the last part, which is read in full."""
-        end = size - MAX_JOURNAL_BYTES // 8
-        found = []
-        for place in range(self._offset, end, max(1, (end - self._offset) // MAX_POINTS)):
-            file.seek(place)
-            file.readline()  # skip the rest of a line
-            if file.tell() < end and (point := self._point(file.readline())):
-                found.append(point)
-        file.seek(end)
-        file.readline()
-        self._offset, self._rest = file.tell(), b""
-        return found
+        return anew, thinned([point for line in lines if (point := self._point(line))])
 
     def _point(self, line: bytes) -> Point | None:
         try:
@@ -126,7 +104,7 @@ class RunView:
         self.config = self.directory.config
         self.journal = JournalTail(self.path / "journal.jsonl")
         self.events: deque[dict[str, Any]] = deque(maxlen=20)
-        self._events_offset = 0
+        self._new_events = Tail(self.path / "events.jsonl", MAX_EVENT_BYTES)
         self.wall = Wall(self.path, split(self.config.policy)[0])
         self.newest, self.predictions = Newest(self.path), Predictions(self.path)
         self.standing = Standing(self.directory)
@@ -208,16 +186,13 @@ class RunView:
 
     def _read_events(self) -> None:
         try:
-            with (self.path / "events.jsonl").open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                start = max(self._events_offset if size >= self._events_offset else 0, size - 65536)
-                file.seek(start)
-                lines = file.read().split(b"\n")
-                self._events_offset = size - len(lines[-1])
+            anew, lines = self._new_events.read()
         except OSError:
             return
-        for line in lines[:-1]:
-            with suppress(ValueError, KeyError, TypeError):  # damaged, or cut off at the start
+        if anew:
+            self.events.clear()
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # damaged
                 event = json.loads(line)
                 kind, text = plain(said := shown(event["event"]), self._sources)
                 one = {"time": event["time"], "step": event["step"], "event": said, "kind": kind, "plain": text}
