@@ -1,6 +1,7 @@
 """Arrays, torch Datasets, generators and Sources of a program as streams, and stage two from Python."""
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -241,17 +242,16 @@ class ManyBad(Numbers):
         return super().images(numbers)
 
 
-def test_images_that_cannot_be_read_take_eight_bytes_each():
+def test_of_images_that_cannot_be_read_labels_and_numbers_are_kept_apart():
     stream, other = (open_stream(ManyBad()) for _ in range(2))
     images = stream.read(2000)
     good = [number for number in range(10, 3100) if number % 3][:2000]
     assert images[:, 0, 0, 0].tolist() == [number % 256 for number in good]
     arrivals = torch.tensor([0, 1999, 3, 4, 1000])
     assert stream.labels(arrivals).tolist() == [good[n] % 2 for n in arrivals.tolist()]
-    state = copy.deepcopy(stream.state_dict())
-    assert state["skipped"].tolist() == sorted(set(range(stream.position)) - set(good))
-    assert state["skipped"].nbytes == 8 * stream.account.rejected["damaged"]
-    other.load_state_dict(state | {"skipped": state["skipped"].tolist()})  # as 0.1.0 had it
+    state = json.loads(json.dumps(stream.state_dict()))
+    assert state["skipped"] == sorted(set(range(stream.position)) - set(good))
+    other.load_state_dict(state)
     for one in (stream, other):
         assert one.read(1)[0, 0, 0, 0] == (good[-1] + 2) % 256
         assert one.labels(torch.tensor([2000, 7])).tolist() == [(good[-1] + 2) % 2, good[7] % 2]

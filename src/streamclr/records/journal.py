@@ -182,14 +182,19 @@ class Tail:
     def __init__(self, path: Path, most: int, n_sampled: int = 0):
         self.path, self.most, self.n_sampled = path, most, n_sampled
         self._first, self._offset = b"", 0  # the file that was read last, by its first line, and up to where
+        self._newest: tuple[int, int, int] | None = None  # of the newest file at the last read: inode, bytes, time
 
     def read(self) -> tuple[bool, list[bytes]]:
         """Whether the journal begins anew, because lines were taken back; and its new whole lines."""
         lines: list[bytes] = []
+        try:
+            newest = self.path.stat()
+        except FileNotFoundError:  # not there yet, or deleted
+            return False, lines
+        if self._newest == (found := (newest.st_ino, newest.st_size, newest.st_mtime_ns)):
+            return False, lines
         with ExitStack() as stack:
             parts = _opened(stack, files_of(self.path))
-            if not parts and not self.path.exists():  # not there yet, or deleted
-                return False, lines
             known = next((n for n, part in enumerate(parts) if self._is_known(part)), None)
             anew = known is None and bool(self._first)
             if known is None:
@@ -209,6 +214,7 @@ class Tail:
                 whole = content[: content.rfind(b"\n") + 1]
                 lines += whole.splitlines()
                 self._first, self._offset = part.first, begin + len(whole)
+        self._newest = found
         return anew, lines
 
     def _is_known(self, part: "Part") -> bool:
@@ -250,8 +256,11 @@ def _opened(stack: ExitStack, files: list[Path]) -> list[Part]:
         begins = number_of(part.first)
         if begins is None or begins > last:
             parts.append(part)
+            if part is found[0]:
+                break
             last = next((n for n in map(number_of, (line for _, line in _backwards(part.file))) if n is not None), last)
-            part.file.seek(0)
+    for part in parts:
+        part.file.seek(0)
     return parts
 
 

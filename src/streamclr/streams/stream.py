@@ -262,16 +262,15 @@ class DatasetStream(Stream):
         self.source.expect(np.arange(self.position, end))
 
     def state_dict(self) -> dict[str, Any]:
-        before = torch.from_numpy(np.array(self._before_skipped, np.int64))
-        skipped = before + torch.arange(len(before))  # their numbers
-        return {"position": self.position, "account": self.account.state_dict(), "skipped": skipped}
+        before = np.array(self._before_skipped, np.int64)
+        skipped = before + np.arange(len(before))  # their numbers
+        return {"position": self.position, "account": self.account.state_dict(), "skipped": skipped.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         # Old checkpoints have neither an account nor skipped images.
         self.account = Account.of(state["account"]) if "account" in state else Account(self.position, self.position)
-        skipped = torch.as_tensor(state.get("skipped", []), dtype=torch.long)  # of 0.1.0: a list
-        self._before_skipped = array("q", (skipped - torch.arange(len(skipped))).tolist())
+        self._before_skipped = array("q", (number - i for i, number in enumerate(state.get("skipped", []))))
 
 
 class Shard(Source):
