@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -44,38 +43,8 @@ from streamclr.policy import (
 from streamclr.recipe import OPTIMIZERS, POSITIVES, build_loss, find_recipe, usual_batch, usual_lr
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
+from streamclr.step import Step
 from streamclr.views import ViewPairs, Views, WeakView, build_views, build_weak_view, can_chunk
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one call of `learn_many` did.
-
-    >>> import torch
-    >>> from streamclr import Learner, Step, resnet18
-    >>> images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
-    >>> step: Step = Learner(resnet18(width=4), buffer=8).learn_many(images)
-    >>> step.number, step.seen, step.kept, step.replaced, step.rescored
-    (1, 8, 0, 8, 0.0)
-    """
-
-    number: int  # of the step, from 1
-    seen: int  # images of the stream so far
-    loss: float  # the mean over the step's updates
-    kept: int  # images of the buffer that stayed
-    replaced: int  # images of the segment that entered
-    rescored: float  # share of the buffer that was scored again
-    score: float  # mean score in the new buffer; NaN if the policy does not score
-    seconds_scoring: float
-    seconds_training: float
-    spread: float = math.nan  # of the batch's projections, 1 - |mean z|²: 0 if all are equal, near 1 if all differ
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.number} | loss {self.loss:.3f} | {self.replaced} of {self.kept + self.replaced} replaced | "
-            f"{100 * self.rescored:.1f} % re-scored"
-        )
-
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -206,12 +175,9 @@ class Learner:
         if kept_views:
             self.kept = KeptViews(kept_views, self.views, self.generator)
             kept_shape(kept_views, self.model.encoder, self.views, (3, 64, 64))  # refused now, not at the first segment
-            for name, refuses in (
-                ("memory", memory is not None),
-                ("compile", compile),
-                (f"the loss {self.loss!r} with a target network", self.loss.target is not None),
-            ):
-                if refuses:
+            with_target = f"the loss {self.loss!r} with a target network"
+            for name, given in (("memory", memory), ("compile", compile), (with_target, self.loss.target)):
+                if given:
                     raise UserError(f"both kept_views and {name} are given: use one of them")
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
