@@ -10,7 +10,7 @@ from sections.capture import capture
 from sections.ranks import ranks
 from sections.rivals import rivals
 from sections.start import start_up
-from sections.steps import overhead, scoring, steps
+from sections.steps import overhead, scoring, stages, steps
 from sections.subjects import make_clip
 from support.tiny import TINY
 
@@ -44,6 +44,12 @@ def test_steps(rows):
     assert "100.0 % of the buffer scored again" in rows[0].figure
     figures(rows)
     assert [bool(row.target) for row in rows] == [False, False, True, False, True]
+
+
+def test_stages(rows):
+    stages((TINY,), turns=1)
+    assert len(figures(rows)) == 4
+    assert [bool(row.target) for row in rows] == [False, False, True, True]
 
 
 def test_scoring(rows):

@@ -8,6 +8,7 @@ SECTIONS = {
     "live": "runs",
     "two_clips": "two_clips",
     "steps": "steps",
+    "stages": "steps",
     "scoring": "steps",
     "overhead": "steps",
     "rivals": "rivals",

@@ -3,6 +3,7 @@
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -118,6 +119,34 @@ def scoring(widths: tuple[int, ...] = (64, 16, 8), turns: int = 5) -> None:
         costs = in_turns({"plain": Steps(make(policy=Reservoir()), 32, turns + 1), **cases}, turns)
         for name in cases:
             row(f"ResNet-18 of width {width}, 32 px: scores, {name}", Ratio.of(costs[name], costs["plain"]))
+
+
+STAGES = {  # what learns, and how many views of each image are kept
+    "its last 3 stages (the default)": {"train": "3"},
+    "its last 2 stages": {"train": "2"},
+    "its last 2 stages, 4 views kept": {"train": "2", "kept_views": 4},
+    "its last stage, 4 views kept": {"train": "1", "kept_views": 4},
+}
+N_BUFFERS_SEEN = 10  # of images of the stream: one in ten of the new ones enters a reservoir
+
+
+def stages(subjects: tuple[Subject, ...] = (MOBILENET_64, MOBILENET_96), turns: int = 4) -> None:
+    """A step in which all of the encoder learns, of one in which its last stages do; also with kept views."""
+    keep_freed_memory()
+    for subject in subjects:
+        cases = {name: late_in_a_stream(subject, turns + 1, **own) for name, own in STAGES.items()}
+        costs = in_turns({"all": late_in_a_stream(subject, turns + 1, train="all"), **cases}, turns)
+        for name, own in STAGES.items():
+            ratio, is_due = Ratio.of(costs["all"], costs[name]), "kept_views" in own
+            target = "at least 3, one of the two" if is_due else ""
+            row(f"{subject.name}: all learns, of {name}", ratio, target, ratio.at_least(3) if is_due else None)
+
+
+def late_in_a_stream(subject: Subject, n_segments: int, **options: Any) -> Steps:
+    case = Steps(subject.make(policy=Reservoir(), **options), subject.size, n_segments)
+    generator = torch.Generator().manual_seed(0)
+    case.learner.buffer.scores.uniform_(1 - 1 / N_BUFFERS_SEEN, 1, generator=generator)  # the reservoir's random keys
+    return case
 
 
 def overhead(width: int = 16) -> None:
