@@ -12,6 +12,7 @@ from sections.rivals import rivals
 from sections.start import start_up
 from sections.steps import overhead, scoring, stages, steps
 from sections.subjects import make_clip
+from streamclr.policy import POLICIES
 from support.tiny import TINY
 
 pytestmark = pytest.mark.system
@@ -97,7 +98,7 @@ def test_start_up(rows):
         (partial(growth.buffers, TINY, ("32K", "128K"), 1), 2),
         (partial(growth.segments, TINY, (8, 24), 1), 2),
         (partial(growth.sizes, "from_scratch", (16, 32), 1), 1),
-        (partial(growth.pools, 16, 2, 1), 9),
+        (partial(growth.pools, 16, 2, 1), len(POLICIES)),
         (partial(growth.classes, (2, 4), 20, 1), 2),
         (partial(growth.labels, (30, 60)), 3),
     ],
