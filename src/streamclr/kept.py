@@ -42,7 +42,8 @@ class KeptViews:
     def draw(self, buffer: Buffer, rows: Tensor) -> Tensor:
         """Rows i and n + i are views of image i of the n, as in ViewPairs."""
         first, second = torch.randint(self.n, (2, len(rows)), generator=self.generator, device=rows.device)
-        return torch.cat([buffer.kept[rows, first], buffer.kept[rows, self.n + second]]).float()
+        drawn = torch.cat([buffer.kept[rows, first], buffer.kept[rows, self.n + second]])
+        return drawn.to(torch.float, memory_format=torch.channels_last)  # as the stages have it that follow
 
 
 def kept_shape(n: int, encoder: nn.Module, views: Views, shape: Sequence[int]) -> tuple[int, ...]:
