@@ -1,13 +1,17 @@
-# make demo · make lint · make test · make test-system · make test-long · make bench
+# make demo · make docs · make lint · make test · make test-system · make test-long · make bench · make bench-peers
 # Each target makes .venv with what it needs first; repeat runs skip what is done.
 
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-system test-long bench lint screenshots clean
+.PHONY: demo docs test test-system test-long bench bench-peers lint screenshots clean
 
 demo: .venv/.core
 	.venv/bin/streamclr demo
+
+# A site in build/site, which asks no other host for anything. The variable keeps the theme from announcing another product.
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 # Before every commit: minutes, no browser.
 test: .venv/.dev
@@ -23,6 +27,10 @@ test-long: .venv/.dev .venv/.chromium .venv/.mosquitto
 bench: .venv/.dev
 	.venv/bin/streamclr data get cifar10 || true
 	.venv/bin/python benchmarks/bench.py
+
+# In a venv of its own, because lightly brings packages that must not change .venv.
+bench-peers: .venv/.dev
+	.venv/bin/python benchmarks/peers.py
 
 lint: .venv/.dev
 	.venv/bin/ruff check .
@@ -59,4 +67,4 @@ screenshots: .venv/.dev .venv/.chromium
 	  > .venv/mosquitto.log 2>&1 && touch $@ || echo "no mosquitto (see .venv/mosquitto.log): the tests of MQTT are skipped"
 
 clean:
-	rm -rf .venv artefacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers artefacts build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ from support.pages import Served, browser
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
-from two_clips import looks_of, nearest_look  # noqa: E402
+from sections.two_clips import looks_of, nearest_look  # noqa: E402
 
 OUT = ROOT / "docs" / "images"
 OPTIONS = "--predict --checkpoint-steps 20 --serve --port 0"

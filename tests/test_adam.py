@@ -8,6 +8,7 @@ from torch import nn
 
 from streamclr.compute.adam import Adam
 from streamclr.compute.muon import Muon, orthogonal
+from streamclr.peers.orthogonal import OrthogonalAdam
 
 
 def model():
@@ -70,7 +71,7 @@ def test_weight_decay_of_muon_shrinks_the_weights_themselves():
     assert torch.allclose(nets[0][0].weight - nets[1][0].weight, shrunk, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [Adam, Muon])
+@pytest.mark.parametrize("make", [Adam, Muon, OrthogonalAdam])
 def test_resumes_exactly_and_its_state_is_a_copy(make):
     net = model()
     optimizer = make(net.parameters(), 1e-2)

@@ -242,7 +242,7 @@ def test_views_go_through_the_model_as_they_are(model):
         infer_views(model, images)
 
 
-@pytest.mark.parametrize("policy", ["contrast", "selective-bp", "k-center", "min-red"])
+@pytest.mark.parametrize("policy", ["contrast", "selective-bp", "k-center", "min-red", "scale"])
 def test_at_224_px_a_policy_takes_few_images_at_once(policy):
     seen = []
     model = ContrastiveModel(Returns(lambda h: seen.append(len(h)) or h, 3))

@@ -15,7 +15,9 @@ from PIL import Image
 from streamclr import UserError
 from streamclr.base.files import write_json
 from streamclr.cli.entry import main
-from streamclr.experiments.beyond.adapt import FEWER_LABELS, MORE_LABELS, _labels_needed
+from streamclr.encoders.projection import ContrastiveModel
+from streamclr.experiments.beyond import peers
+from streamclr.experiments.beyond.adapt import FEWER_LABELS, MORE_LABELS, PUBLIC, RESERVOIR, TWICE, _labels_needed
 from streamclr.experiments.beyond.iid import at_equal_seconds
 from streamclr.experiments.findings import (
     Findings,
@@ -29,6 +31,8 @@ from streamclr.experiments.findings import (
 from streamclr.experiments.paper.gradient import eq4
 from streamclr.experiments.paper.labels import PAPER, reversals
 from streamclr.experiments.reproduce import EXPERIMENTS, _place
+from streamclr.records.options import RunOptions
+from streamclr.records.plan import open_run_stream
 from streamclr.streams.datasets import registry as data
 from streamclr.sweeps import lab as lab_module
 from streamclr.sweeps import origin
@@ -87,7 +91,7 @@ TIER = dict.fromkeys(
     ("buffer", "curves", "iid", "labels", "lazy", "recipe", "weak-views"), pytest.mark.system
 )  # tens of runs
 TIER |= dict.fromkeys(
-    ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt", "trust"), pytest.mark.long
+    ("stc", "large-buffer", "sweep", "unusable", "fleet", "adapt", "peers", "trust"), pytest.mark.long
 )  # of the same kind, or minutes
 
 
@@ -130,7 +134,7 @@ def test_policies_of_a_researcher_are_further_rows(shared, tmp_path, monkeypatch
     forget("mine")
 
 
-@pytest.mark.parametrize("name", ["curves", "buffer", "stc", "iid", "large-buffer", "recipe", "adapt"])
+@pytest.mark.parametrize("name", ["curves", "buffer", "stc", "iid", "large-buffer", "recipe", "adapt", "peers"])
 def test_every_table_of_policies_takes_further_ones(name, small_cifar, monkeypatch):
     """As far as the jobs, by which it is known whether they are done."""
     asked = {}
@@ -221,11 +225,11 @@ N_COMMITTED = {"labels": 21, "curves": 18, "lazy": 18, "buffer": 36, "gradient":
 N_COMMITTED |= {"large-buffer": 96, "unusable": 79, "asked": 3, "fleet": 24, "adapt": 87, "trust": 6}
 
 
-@pytest.mark.parametrize("name", N_COMMITTED)
-def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
-    """Without data: of a stream the plan needs its size and order alone, for the number of images is given."""
+@pytest.fixture
+def no_data(monkeypatch):
+    """Of a stream the plan needs its size and order alone, for the number of images is given."""
 
-    def no_data(config, data_dir):
+    def opened(config, data_dir):
         dataset = config.source.partition("?")[0]
         if dataset not in ("cifar10", "tiny-imagenet-20", "gtsrb"):
             raise UserError("not here")
@@ -233,10 +237,16 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
         in_time = dataset == "gtsrb"
         return SimpleNamespace(epoch=50_000, n_images=None, size=size, live=False, in_time=in_time, fps=None, train=())
 
+    monkeypatch.setattr(lab_module, "_open", opened)
+    lab_module._resolve.cache_clear()
+    yield
+    lab_module._resolve.cache_clear()
+
+
+@pytest.mark.parametrize("name", N_COMMITTED)
+def test_the_committed_results_are_found(name, no_data, tmp_path, monkeypatch, capsys):
     if name == "fleet":
         pytest.importorskip("flwr")
-    monkeypatch.setattr(lab_module, "_open", no_data)
-    lab_module._resolve.cache_clear()
     monkeypatch.setattr(
         lab_module.Lab, "_work", lambda self, jobs: pytest.fail(f"to do: {[*map(str, jobs)]}") if jobs else None
     )
@@ -244,11 +254,83 @@ def test_the_committed_results_are_found(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "dog.mp4.safetensors").touch()
     (tmp_path / "jobs").symlink_to(COMMITTED / "jobs")
     findings = EXPERIMENTS[name](Lab(LabOptions(out=tmp_path, seeds=2 if name == "stc" else 3, device="cpu")))
-    lab_module._resolve.cache_clear()
     n = N_COMMITTED[name]
     assert f"{n} jobs, {n} of them done" in capsys.readouterr().err
     for table in findings.tables:
         assert f"{table.markdown()}\n{table.note}" in (COMMITTED / name / "table.md").read_text("utf-8")
+
+
+def asked_by(name, out, monkeypatch, **options):
+    """The jobs of each row of an experiment; none is done."""
+    asked = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Lab, "do", lambda self, jobs: asked.update(jobs) or sys.exit())
+        with pytest.raises(SystemExit):
+            EXPERIMENTS[name](Lab(LabOptions(out=out, device="cpu", **options)))
+    return asked
+
+
+def test_peers_take_the_rows_that_adapt_has_measured(no_data, tmp_path, monkeypatch):
+    theirs = asked_by("adapt", tmp_path, monkeypatch)
+    ours = asked_by("peers", tmp_path, monkeypatch)
+    shared = {row: own for row, own in ours.items() if row in theirs}
+    assert {row.partition(", ")[2] for row in shared} == {*peers.KNOWN, TWICE}
+    for row, own in shared.items():
+        assert [job.key for job in own] == [job.key for job in theirs[row]]
+        assert all((COMMITTED / "jobs" / f"{job.key}.json").exists() for job in own), row
+    more = asked_by("peers", tmp_path, monkeypatch, policies="k-center,reservoir")
+    assert more == ours | {f"{d}, K-Center": theirs[f"{d}, K-Center"] for d in ("GTSRB", "CIFAR-10")}
+    others = [job for row, own in ours.items() if row not in theirs for job in own]
+    assert len({job.key for job in others}) == len(others) == 2 * 4 * 3
+    assert {job.name for job in others} == {"peer"}
+
+
+def test_a_row_that_has_a_loss_of_its_own_keeps_it(no_data, tmp_path, monkeypatch):
+    ours = asked_by("peers", tmp_path, monkeypatch, loss="vicreg")
+    losses = {row: own[0].arguments["loss"] for row, own in ours.items()}
+    aligned = [f"{dataset}, reservoir, CLA" for dataset in ("GTSRB", "CIFAR-10")]
+    assert losses == dict.fromkeys(ours, "vicreg") | dict.fromkeys(aligned, "cla")
+
+
+def test_peers_are_compared_at_equal_frames_and_at_equal_cost(no_data, tmp_path, monkeypatch):
+    """Costs are those of a step beside one of the reservoir; seconds are of the reservoir's run."""
+    found = {PUBLIC: (0.0, 30.0), RESERVOIR: (80.0, 50.0), TWICE: (160.0, 60.0), "FIFO, no buffer": (40.0, 45.0)}
+    timed = {"SCALE's selection": (4.0, 61.0), "reservoir, CLA": (1.5, 58.0)}
+
+    def do(self, jobs):
+        results = {}
+        for row, own in jobs.items():
+            name = row.partition(", ")[2]
+            cost, accuracy = timed.get(name, (1.0, 50.0))
+            seconds, accuracy = found.get(name, (999.0, accuracy))
+            result = {"cpu_seconds": seconds, "linear 0.01": accuracy, "linear 0.1": accuracy + 10}
+            results[row] = [result | ({"cost": cost} if name in peers.PEERS else {})] * len(own)
+        return results
+
+    monkeypatch.setattr(Lab, "do", do)
+    (table,) = peers.experiment(Lab(LabOptions(out=tmp_path, seeds=1, device="cpu"))).tables
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["GTSRB, FIFO, no buffer"] == ["0.50", "40", "45.0", "55.0", "-5.0", "5.0", "-5.0", "5.0"]
+    assert rows["GTSRB, reservoir"] == ["1.00", "80", "50.0", "60.0", "0.0", "0.0", "0.0", "0.0"]
+    assert rows["CIFAR-10, reservoir, CLA"] == ["1.50", "120", "58.0", "68.0", "8.0", "3.0", "8.0", "3.0"]
+    assert rows["CIFAR-10, SCALE's selection"] == ["4.00", "320", "61.0", "71.0", "11.0", "1.0", "11.0", "1.0"]
+    assert rows["GTSRB, reservoir, twice as many frames"][:2] == ["2.00", "160"]
+
+
+@pytest.mark.parametrize(
+    ("own", "n_encoded"), [({"policy": "scale"}, 64 + 96), ({"loss": "cla"}, 2 * 64), ({"policy": "fifo"}, 64)]
+)
+def test_the_cost_of_a_peer_is_that_of_its_steps(own, n_encoded, monkeypatch):
+    """By a clock that counts the images that are encoded: an update has two views of 32, and the pool has 96."""
+    encoded, features = [0], ContrastiveModel.features
+    monkeypatch.setattr(
+        ContrastiveModel, "features", lambda model, x: encoded.append(encoded.pop() + len(x)) or features(model, x)
+    )
+    monkeypatch.setattr(peers, "process_time", lambda: encoded[0])
+    usual = {"buffer": 64, "batch": 32, "segment": 32, "policy": "reservoir"}
+    monkeypatch.setattr(peers, "PLAIN", peers.PLAIN | usual)
+    options = RunOptions(source="synthetic:?size=32", encoder="resnet18", width=4, recipe="paper", **usual | own)
+    assert peers.cost(options, open_run_stream(options)) == n_encoded / 64
 
 
 # Kills itself when two jobs have ended.

@@ -13,6 +13,8 @@ import torch
 import streamclr
 from streamclr import (
     BYOL,
+    CLA,
+    SCALE,
     ArrayImages,
     Buffer,
     ContrastScoring,
@@ -29,7 +31,7 @@ from streamclr import (
     open_stream,
     resnet18,
 )
-from streamclr.loss import build_loss
+from streamclr.recipe import build_loss
 from support.images import random_images
 
 
@@ -74,7 +76,9 @@ def test_a_learner_tells_its_shape():
         (KCenter(seed=3), "KCenter(seed=3)"),
         (MinRed(), "MinRed()"),
         (StrongViews(flip=False), "StrongViews(flip=False)"),
+        (SCALE(), "SCALE()"),
         (BYOL(momentum=0.9), "BYOL(momentum=0.9)"),
+        (CLA(weight=0.5), "CLA(weight=0.5)"),
         (build_loss("nt-xent"), "Loss(nt_xent)"),
         (Head(12, 3), "Head(12 features, 3 classes)"),
         (Buffer(8), "Buffer(0 of 8, no images yet)"),

@@ -344,6 +344,72 @@ def test_duplicates_in_a_large_pool():
     assert duplicates(images, 0.5).nonzero()[:, 0].tolist() == [600, 1050, 1099]
 
 
+@pytest.mark.parametrize("make", [ContrastScoring, FIFOReplace])
+def test_an_image_is_looked_at_once_when_it_comes(make, model, monkeypatch):
+    n_seen = dict.fromkeys(guard_module.LOOKS, 0)
+
+    def counting(guard, look):
+        def counted(images):
+            n_seen[guard] += len(images)
+            return look(images)
+
+        return counted
+
+    looks = {guard: counting(guard, look) for guard, look in guard_module.LOOKS.items()}
+    monkeypatch.setattr(guard_module, "LOOKS", looks)
+    guarded, buffer = Guarded(make()), Buffer(32)
+    for images in photographs(16 * 8).split(16):
+        pool = buffer.pool(images)
+        buffer.replace(pool, guarded.keep(pool, min(32, len(pool)), model))
+    assert n_seen == dict.fromkeys(looks, 16 * 8)
+
+
+def test_what_is_remembered_is_of_the_right_image(model):
+    """The buffer moves its rows; what each guard knows of them must be what it would see now."""
+    guarded, buffer = Guarded(RandomReplace()), Buffer(24)
+    source = SpoiledSource(open_stream("synthetic:?stc=20&size=32").source, "mixture", 0.3, 16 * 12, seed=1)
+    for images in torch.from_numpy(source.images(np.arange(16 * 12))).split(16):
+        pool = buffer.pool(images)
+        images = pool.images.clone()
+        keep = guarded.keep(pool, min(24, len(pool)), model)
+        for guard, look in guard_module.LOOKS.items():
+            assert torch.allclose(guarded._seen[guard].of(pool).float(), look(images).float(), atol=1e-4), guard
+        buffer.replace(pool, keep)
+
+
+def test_duplicates_among_what_is_known_to_differ():
+    images = torch.cat([photographs(20), photographs(20)[5:8], photographs(6, seed=5)])
+    images = torch.cat([images, images[24:25]])
+    mixed = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    known = mixed < 20
+    hidden = duplicates(images[mixed], 0.5, known)
+    assert mixed[hidden].tolist() != []
+    assert set(mixed[hidden].tolist()) - {24, 29} == {20, 21, 22}  # what is known stays, wherever it is
+    assert len({24, 29} & set(mixed[hidden].tolist())) == 1
+
+
+def test_a_state_of_a_version_that_remembered_nothing(model):
+    guarded, pool = Guarded(FIFOReplace()), make_pool(photographs(16), n_old=8)
+    state = {name: value for name, value in guarded.state_dict().items() if name not in ("seen", "distinct")}
+    guarded.load_state_dict(state)
+    assert sorted(guarded.keep(pool, 8, model).tolist()) == list(range(8, 16))
+
+
+def test_quarantine_a_few_rows_at_a_time(monkeypatch):
+    def found():
+        guarded = Guarded(ContrastScoring(), over=1.2)
+        generator = torch.Generator().manual_seed(0)
+        looks = torch.randn(300, guard_module.N_APPEARANCE, generator=generator)
+        guarded._suspects, guarded._stream = looks[:100] + 1, looks[100:250]
+        pool = Pool(looks[:50], looks[:50, 0], torch.ones(50).long(), torch.arange(50))
+        return guarded._quarantined(pool, looks[250:] + torch.linspace(0, 1, 50)[:, None])
+
+    together = found()
+    monkeypatch.setattr(guard_module, "ROWS_AT_ONCE", 7)
+    assert 0 < int(together.sum()) < 50
+    assert torch.equal(found(), together)
+
+
 def test_a_camera_at_rest_takes_no_time(monkeypatch):
     """The sensor's noise tells its frames apart; not by comparing all of them with all."""
     scene = random_images(1, 96, seed=1).short()

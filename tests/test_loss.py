@@ -12,7 +12,8 @@ from streamclr import FIFOReplace, Learner, RandomReplace, StrongViews, UserErro
 from streamclr.base.errors import NotFinite
 from streamclr.compute.memory import MemoryPlan
 from streamclr.encoders.projection import ContrastiveModel
-from streamclr.loss import BYOL, LOSSES, Loss, barlow_twins, build_loss, vicreg
+from streamclr.loss import BYOL, Loss, barlow_twins, vicreg
+from streamclr.recipe import LOSSES, build_loss
 from support.damage import break_gradient
 from support.images import random_images
 
@@ -241,7 +242,7 @@ def test_it_falls(name):
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("name", ["byol", "a queue"])
+@pytest.mark.parametrize("name", ["byol", "cla", "a queue"])
 def test_a_state_of_another_loss_changes_nothing(name):
     learner, other = learner_with(MAKERS[name]()), learner_with("nt-xent")
     learn(other, 1)

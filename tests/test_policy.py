@@ -21,7 +21,7 @@ from streamclr import (
 )
 from streamclr.buffer import Buffer, Pool
 from streamclr.encoders.inference import infer
-from streamclr.policy import POLICIES, MinRed, Mixture, ScoredReservoir, draw_batch, k_center, least_redundant
+from streamclr.policy import POLICIES, Mixture, ScoredReservoir, draw_batch, k_center
 from streamclr.score import contrast_score
 from support.images import random_images
 
@@ -249,41 +249,6 @@ def test_k_center_takes_a_plain_module_as_the_feature_space():
     flat = nn.Flatten()
     keep = KCenter().keep(make_pool(4, 4), 4, flat)
     assert len(set(keep.tolist())) == 4
-
-
-def naive_least_redundant(features, size, arrivals):
-    left = list(range(len(features)))
-    while len(left) > size:
-        _, one, other = max((float(features[i] @ features[j]), i, j) for i in left for j in left if i < j)
-        left.remove(one if arrivals[one] < arrivals[other] else other)
-    return left
-
-
-@settings(max_examples=25)
-@given(n=st.integers(2, 14), seed=st.integers(0, 9), data=st.data())
-def test_least_redundant_agrees_with_a_naive_reference(n, seed, data):
-    generator = torch.Generator().manual_seed(seed)
-    features = nn.functional.normalize(torch.randn(n, 3, generator=generator, dtype=torch.float64), dim=1)
-    arrivals, size = torch.randperm(n, generator=generator), data.draw(st.integers(1, n))
-    assert least_redundant(features, size, arrivals).tolist() == naive_least_redundant(features, size, arrivals)
-
-
-def test_min_red_keeps_one_of_each_kind_of_image(model):
-    """Runs of nearly equal images, as a camera at rest gives them: of each run the newest stays."""
-    policy, buffer, kinds = MinRed(), Buffer(4), random_images(4)
-    for first in range(0, 32, 8):
-        noise = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) % 2
-        segment = (kinds[first // 8].clamp(max=250) + noise).expand(8, -1, -1, -1).contiguous()
-        pool = buffer.pool(segment)
-        buffer.replace(pool, policy.keep(pool, min(4, len(pool)), model))
-    assert sorted(arrival // 8 for arrival in buffer.arrivals.tolist()) == [0, 1, 2, 3]
-
-
-def test_min_red_computes_the_features_of_an_image_once(model, monkeypatch):
-    n_images = []
-    monkeypatch.setattr("streamclr.policy.infer", lambda m, x, *f: n_images.append(len(x)) or infer(m, x, *f))
-    steps(MinRed(), model, [8, 5, 3])
-    assert n_images == [8, 5, 3]
 
 
 def test_a_mixture_is_half_by_score_and_half_a_draw_of_the_stream(model):

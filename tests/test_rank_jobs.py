@@ -25,7 +25,7 @@ def found_by(n, path, *names):
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request, tmp_path_factory):
     """By one job, because each takes seconds to start."""
-    names = ("group", "batch", "part", "bf16", "losses", "at_once", "own", "agreed")
+    names = ("group", "batch", "part", "orthogonal", "bf16", "losses", "at_once", "own", "agreed")
     return found_by(request.param, tmp_path_factory.mktemp("ranks"), *names)
 
 
@@ -42,7 +42,7 @@ def check_equal(rank, alone):
             assert torch.allclose(rank[kind][key].double(), value.double(), rtol=0, atol=1e-4), key
 
 
-@pytest.mark.parametrize("job", ["group", "batch", "part"])
+@pytest.mark.parametrize("job", ["group", "batch", "part", "orthogonal"])
 def test_ranks_learn_as_one_process_with_the_whole_batch(found, job):
     """Twenty steps in double precision: what rounding leaves of a gradient that is 0, Adam makes as large as any."""
     alone = rank_jobs.JOBS[job](OneProcess())
@@ -105,7 +105,7 @@ def test_batch_norm_over_each_ranks_own_is_another_and_leaves_one_encoder(found)
 
 
 def test_all_ranks_have_the_same_weights(found):
-    for job in ("group", "batch", "part", "bf16"):
+    for job in ("group", "batch", "part", "orthogonal", "bf16"):
         for key, value in found[0][job]["state"].items():
             assert all(torch.equal(value, rank[job]["state"][key]) for rank in found), key
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,8 +17,8 @@ from streamclr import Learner, UserError, open_stream
 from streamclr.base.errors import Stopped
 from streamclr.base.files import write_json
 from streamclr.base.tensors import load_tensors
-from streamclr.loss import LOSSES
 from streamclr.models.heads import Heads
+from streamclr.recipe import LOSSES, OPTIMIZERS
 from streamclr.records.checkpoints import Checkpoints, Pace
 from streamclr.records.directory import RunDirectory, new_directory
 from streamclr.records.journal import files_of, lines_of
@@ -437,11 +438,12 @@ def test_new_directory_says_when_it_cannot_be_made(tmp_path):
         new_directory(tmp_path / "file" / "below", tmp_path)
 
 
-POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir"]
+POLICIES = ["contrast?rescore_every=3", "random", "selective-bp?beta=1", "k-center", "reservoir", "min-red", "scale"]
 
 
 PARTS = [{"policy": policy} for policy in POLICIES]
-PARTS += [{"loss": loss, "weak_view": weak_view} for loss, weak_view in zip(LOSSES, WEAK_VIEWS, strict=True)]
+PARTS += [{"loss": loss, "weak_view": weak_view} for loss, weak_view in zip(LOSSES, cycle(WEAK_VIEWS), strict=False)]
+PARTS += [{"optimizer": optimizer} for optimizer in OPTIMIZERS]
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-".join(parts.values()))

@@ -261,6 +261,33 @@ def pairs_of_twins(one):
     return with_features(one, features), classes
 
 
+class Counted(list):
+    """Counts how often somebody goes through it."""
+
+    n = 0
+
+    def __iter__(self):
+        self.n += 1
+        return super().__iter__()
+
+
+def test_the_work_of_training_does_not_grow_with_the_square_of_the_labels(tmp_path, monkeypatch):
+    """100,000 labels would take hours: the questions were gone through, and the groups sorted, once for each label."""
+    one = opened(make_run(tmp_path / "run", colours(120), budget="60", clip=2, tracks=torch.arange(120) // 2))
+    for name in ("red", "green", "blue"):
+        one.labels.add_class(name)
+    answer_all(one)
+    assert len(one.questions) == 60
+    assert one.labels.companions(one.questions[0].key)
+    n_sorted = []
+    monkeypatch.setattr(session_module, "sorted", lambda *of, **how: n_sorted.append(1) or sorted(*of, **how), False)
+    one.questions = Counted(one.questions)
+    assert one.train().n_spread > 0
+    one.close()
+    assert one.questions.n < 10
+    assert len(n_sorted) < 10
+
+
 def test_look_alikes_that_were_answered_at_one_go_are_held_back_together(chosen, tmp_path):
     accuracies = []
     for n_at_once in (2, 1):

@@ -12,7 +12,7 @@ import torch
 from streamclr.base.errors import UserError
 from streamclr.base.files import json_line, write_json
 from streamclr.base.tensors import save_tensors
-from streamclr.learner import Step
+from streamclr.step import Step
 from streamclr.web import view
 from streamclr.web.site import Site
 from streamclr.web.view import MAX_POINTS, JournalTail, RunView, columns, find_runs, thinned

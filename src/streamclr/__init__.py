@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # under their own names, so that a type checker takes them fo
     from streamclr.encoders.resnet import resnet50 as resnet50
     from streamclr.guards import Guarded as Guarded
     from streamclr.learner import Learner as Learner
-    from streamclr.learner import Step as Step
     from streamclr.linear import fit_linear as fit_linear
     from streamclr.loss import BYOL as BYOL
     from streamclr.loss import Loss as Loss
@@ -33,10 +32,12 @@ if TYPE_CHECKING:  # under their own names, so that a type checker takes them fo
     from streamclr.models.pretrained import Pretrained as Pretrained
     from streamclr.models.pretrained import from_pretrained as from_pretrained
     from streamclr.models.pretrained import save_pretrained as save_pretrained
+    from streamclr.peers.alignment import CLA as CLA
+    from streamclr.peers.min_red import MinRed as MinRed
+    from streamclr.peers.scale import SCALE as SCALE
     from streamclr.policy import ContrastScoring as ContrastScoring
     from streamclr.policy import FIFOReplace as FIFOReplace
     from streamclr.policy import KCenter as KCenter
-    from streamclr.policy import MinRed as MinRed
     from streamclr.policy import Mixture as Mixture
     from streamclr.policy import Policy as Policy
     from streamclr.policy import RandomReplace as RandomReplace
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # under their own names, so that a type checker takes them fo
     from streamclr.stage_two import choose_classifier as choose_classifier
     from streamclr.stage_two import features_of as features_of
     from streamclr.stage_two import fine_tune as fine_tune
+    from streamclr.step import Step as Step
     from streamclr.streams.datasets.images import ArrayImages as ArrayImages
     from streamclr.streams.datasets.images import Source as Source
     from streamclr.streams.stream import open_stream as open_stream
@@ -62,16 +64,18 @@ _MODULES = {
     "encoders.projection": ["FeatureExtractor"],
     "encoders.resnet": ["resnet18", "resnet34", "resnet50"],
     "guards": ["Guarded"],
-    "learner": ["Learner", "Step"],
+    "learner": ["Learner"],
     "linear": ["fit_linear"],
     "loss": ["BYOL", "Loss", "TargetNetwork", "barlow_twins", "nt_xent", "vicreg"],
     "models.card": ["Card"],
     "models.pretrained": ["Pretrained", "from_pretrained", "save_pretrained"],
+    "peers.alignment": ["CLA"],
+    "peers.min_red": ["MinRed"],
+    "peers.scale": ["SCALE"],
     "policy": [
         "ContrastScoring",
         "FIFOReplace",
         "KCenter",
-        "MinRed",
         "Mixture",
         "Policy",
         "RandomReplace",
@@ -82,6 +86,7 @@ _MODULES = {
     "runs.evaluation": ["evaluate"],
     "score": ["contrast_score"],
     "stage_two": ["choose_classifier", "features_of", "fine_tune"],
+    "step": ["Step"],
     "streams.datasets.images": ["ArrayImages", "Source"],
     "streams.stream": ["open_stream"],
     "views": ["StrongViews"],

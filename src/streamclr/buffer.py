@@ -14,7 +14,16 @@ from streamclr.base.options import parse_size
 
 @dataclass
 class Pool:
-    """What a policy sees: the images of the buffer, then those of the new segment. It may write the scores."""
+    """What a policy sees: the images of the buffer, then those of the new segment. It may write the scores.
+
+    >>> import torch
+    >>> from streamclr import Buffer, Pool
+    >>> pool: Pool = Buffer(4).pool(torch.zeros(6, 3, 16, 16, dtype=torch.uint8))
+    >>> pool
+    Pool(6 images, 0 of them in the buffer)
+    >>> pool.arrival
+    tensor([0, 1, 2, 3, 4, 5])
+    """
 
     images: Tensor  # n x 3 x H x W, uint8
     score: Tensor  # float, written by the policy; NaN for a new image
@@ -55,13 +64,15 @@ def checked_keep(keep: Any, pool: Pool, size: int) -> Tensor:
 COLUMNS = ("images", "scores", "ages", "arrivals")
 
 
-def n_that_fit(size: int | str, shape: Sequence[int], neighbours: bool) -> int:
+def n_that_fit(size: int | str, shape: Sequence[int], neighbours: bool, n_more: int = 0) -> int:
     """How many images of this shape a buffer holds.
 
     size: in bytes, as "10M"; or the number itself.
     neighbours: whether a neighbouring frame is kept beside each image.
+    n_more: bytes of what else is kept of it.
     """
-    n = size if isinstance(size, int) else parse_size(size, "buffer") // (math.prod(shape) * (1 + neighbours))
+    n_bytes = math.prod(shape) * (1 + neighbours) + n_more
+    n = size if isinstance(size, int) else parse_size(size, "buffer") // n_bytes
     if n < 2:
         holds = "" if isinstance(size, int) else f", {n} images of {shape[-1]} px"
         raise UserError(f"buffer is {size}{holds}: use at least 2 images, one needs another to contrast with")
@@ -72,19 +83,39 @@ class Buffer:
     """Images, scores, ages and arrival numbers in tensors that are allocated once, with room for one more segment.
 
     neighbours: keep a neighbouring frame beside each image.
+    kept: shape of what else is kept of each image, in half precision (see kept.py).
+
+    >>> import torch
+    >>> from streamclr import Buffer
+    >>> buffer = Buffer(4)
+    >>> pool = buffer.pool(torch.zeros(6, 3, 16, 16, dtype=torch.uint8))
+    >>> buffer.replace(pool, keep=torch.tensor([0, 2, 3, 5]))  # so many of them were in it before
+    0
+    >>> buffer
+    Buffer(4 of 4, 3 x 16 x 16)
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu", neighbours: bool = False):
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        neighbours: bool = False,
+        kept: tuple[int, ...] | None = None,
+    ):
         self.size, self.device = n_that_fit(size, (), neighbours), torch.device(device)
         self.n_seen = 0  # images offered so far
         self._n = self._end = 0  # images in the buffer; those from _n to _end the last step did not keep
-        self._names = (*COLUMNS, "neighbours") if neighbours else COLUMNS
+        self._names = (*COLUMNS, *(["neighbours"] if neighbours else []), *(["kept"] if kept else []))
+        self._kept_shape = kept
         self._allocate(size, (3, 0, 0))
 
     def _allocate(self, rows: int, shape: tuple[int, ...]) -> None:
         try:
             self._images = torch.empty(rows, *shape, dtype=torch.uint8, device=self.device)
             self._neighbours = torch.empty_like(self._images) if self.has_neighbours else None
+            n_kept = rows if shape[-1] else 0  # none before the first segment
+            kept = None if self._kept_shape is None else (n_kept, *self._kept_shape)
+            self._kept = None if kept is None else torch.zeros(kept, dtype=torch.half, device=self.device)
         except RuntimeError:
             raise UserError(f"no memory for {rows} images of {shape}: use a smaller buffer or smaller images") from None
         self._scores = torch.full((rows,), torch.nan, device=self.device)
@@ -97,8 +128,8 @@ class Buffer:
 
     @property
     def _columns(self) -> tuple[Tensor, ...]:
-        columns = self._images, self._scores, self._ages, self._arrivals
-        return columns if self._neighbours is None else (*columns, self._neighbours)
+        further = [column for column in (self._neighbours, self._kept) if column is not None]
+        return self._images, self._scores, self._ages, self._arrivals, *further
 
     def __len__(self) -> int:
         return self._n
@@ -122,6 +153,12 @@ class Buffer:
     @property
     def arrivals(self) -> Tensor:
         return self._arrivals[: self._n]
+
+    @property
+    def kept(self) -> Tensor:
+        """n x what else is kept of each image."""
+        assert self._kept is not None
+        return self._kept[: self._n]
 
     def pool(self, segment: Tensor, neighbours: Tensor | None = None) -> Pool:
         """The pool of the buffer and a new segment; every image of the buffer is one step older.

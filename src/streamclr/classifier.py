@@ -21,6 +21,14 @@ from streamclr.encoders.resnet import PointwiseConv
 
 @dataclass(frozen=True)
 class Accuracy:
+    """The share of images whose class is right, in all and of each class.
+
+    >>> import torch
+    >>> from streamclr import Accuracy
+    >>> Accuracy.of(torch.tensor([0, 1, 1, 1]), labels=torch.tensor([0, 0, 1, 1]), n_classes=2)
+    Accuracy(top1=0.75, per_class=(0.5, 1.0))
+    """
+
     top1: float
     per_class: tuple[float, ...]  # NaN for a class with no test image
 
@@ -32,7 +40,14 @@ class Accuracy:
 
 
 class Head(nn.Module):
-    """A linear layer on features that are standardised with the mean and spread of the training features."""
+    """A linear layer on features that are standardised with the mean and spread of the training features.
+
+    >>> import torch
+    >>> from streamclr import Head
+    >>> head = Head(n_features=32, n_classes=3)
+    >>> head(torch.zeros(5, 32)).shape
+    torch.Size([5, 3])
+    """
 
     mean: Tensor
     std: Tensor
@@ -155,7 +170,15 @@ def checked_features(features: Tensor | np.ndarray, n_features: int | None = Non
 
 
 def draw_labelled(labels: Tensor | np.ndarray, fraction: float, classes: Sequence[str], seed: int = 0) -> Tensor:
-    """The indices of a class-balanced draw of a fraction of the images; 1 is all of them."""
+    """The indices of a class-balanced draw of a fraction of the images; 1 is all of them.
+
+    >>> import torch
+    >>> from streamclr import draw_labelled
+    >>> labels = torch.arange(100) % 2
+    >>> chosen = draw_labelled(labels, 0.1, classes=("cat", "dog"))
+    >>> labels[chosen].bincount()
+    tensor([5, 5])
+    """
     labels = checked_labels(labels, len(classes))
     if not 0 < fraction <= 1:
         raise UserError(f"the label fraction is {fraction}: use a number above 0 and up to 1, as 0.01 for 1 %")
@@ -193,6 +216,14 @@ def train_head(
     """The paper's classifier: Adam on the labelled features for 500 epochs.
 
     The gradient and Adam are written out: for a layer this small, autograd would take most of the time.
+
+    >>> import torch
+    >>> from streamclr import train_head
+    >>> labels = torch.arange(40) % 2
+    >>> features = torch.randn(40, 8) + 10 * labels[:, None]  # two classes, far apart
+    >>> head = train_head(features, labels, n_classes=2, lr=0.01, epochs=50)
+    >>> (head(features).argmax(1) == labels).all()
+    tensor(True)
     """
     features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
@@ -222,7 +253,16 @@ def train_head(
 
 
 def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float = 1e-3) -> Head:
-    """Logistic regression to convergence: what is linear in the features, independent of the optimizer."""
+    """Logistic regression to convergence: what is linear in the features, independent of the optimizer.
+
+    >>> import torch
+    >>> from streamclr import linear_probe
+    >>> labels = torch.arange(40) % 2
+    >>> features = torch.randn(40, 8) + 10 * labels[:, None]  # two classes, far apart
+    >>> probe = linear_probe(features, labels, n_classes=2)
+    >>> (probe(features).argmax(1) == labels).all()
+    tensor(True)
+    """
     features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     probe = Head(features.shape[1], n_classes)
@@ -241,7 +281,15 @@ def linear_probe(features: Tensor, labels: Tensor, n_classes: int, decay: float 
 
 
 def knn_probe(features: Tensor, labels: Tensor, queries: Tensor, n_classes: int, k: int = 20) -> Tensor:
-    """The class of each query by a vote of its k nearest neighbours, weighted by exp(cosine / 0.07)."""
+    """The class of each query by a vote of its k nearest neighbours, weighted by exp(cosine / 0.07).
+
+    >>> import torch
+    >>> from streamclr import knn_probe
+    >>> features = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+    >>> labels = torch.tensor([0, 0, 1, 1])
+    >>> knn_probe(features, labels, queries=torch.tensor([[0.8, 0.2], [0.2, 0.8]]), n_classes=2, k=3)
+    tensor([0, 1])
+    """
     features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))
     queries = checked_features(queries, features.shape[1])

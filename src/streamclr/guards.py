@@ -3,8 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,13 +22,24 @@ class Guarded:
     """Hides unusable frames from a policy, which chooses among the others.
 
     guards: `on` (all of them), or some of these with commas between.
-        duplicates: of equal images only the first counts (mean difference of the pixels, of 255, up to `tolerance`).
-        blank: black and covered frames, which have no contrast except the sensor's noise.
-        noise: frames whose neighbouring pixels are not correlated.
-        smear: frames in which a quarter of the rows or columns repeat the one before.
-        stay: an image leaves after `stay` x (buffer size) newer images have arrived.
-        quarantine: images that look like those whose score did not fall in `patience` steps of training, if such images
-            are `over` times as frequent among these as in the stream.
+
+    - `duplicates`: of equal images only the first counts (mean difference of the pixels, of 255, up to `tolerance`).
+    - `blank`: black and covered frames, which have no contrast except the sensor's noise.
+    - `noise`: frames whose neighbouring pixels are not correlated.
+    - `smear`: frames in which a quarter of the rows or columns repeat the one before.
+    - `stay`: an image leaves after `stay` x (buffer size) newer images have arrived.
+    - `quarantine`: images that look like those whose score did not fall in `patience` steps of training, if such images
+      are `over` times as frequent among these as in the stream.
+
+    >>> import torch
+    >>> from streamclr import Guarded, Learner, Reservoir, resnet18
+    >>> policy = Guarded(Reservoir(), guards="blank")
+    >>> learner = Learner(resnet18(width=4), policy, buffer=4)
+    >>> images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
+    >>> images[2] = 0  # the camera is covered
+    >>> step = learner.learn_many(images)
+    >>> policy.hidden, 2 in learner.buffer.arrivals
+    ({2: 'blank'}, False)
     """
 
     def __init__(
@@ -51,7 +60,8 @@ class Guarded:
         self.tolerance, self.stay, self.patience, self.over = tolerance, stay, patience, over
         self.kept_out: Counter[str] = Counter()  # number of hidden images, by guard
         self.hidden: dict[int, str] = {}  # arrival number: the guard that hid it in the last step
-        self.seconds = dict.fromkeys(self.guards, 0.0)  # spent in each guard, in this process
+        self._seen = {guard: Remembered(look) for guard, look in LOOKS.items() if guard in self.guards}
+        self._distinct = torch.empty(0, dtype=torch.long)  # arrival numbers of the last pool without its duplicates
         self._entered: dict[int, float] = {}  # arrival number: first score; inf once it is a suspect
         self._suspects = self._stream = torch.empty(0, N_APPEARANCE)  # appearances, the oldest first
 
@@ -84,26 +94,25 @@ class Guarded:
 
     def _hide(self, pool: Pool, size: int) -> tuple[Tensor, Tensor | None]:
         """For each image the index of the worst guard that hides it, or -1; and the appearances, if computed."""
-        looks = None
-
-        def quarantined() -> Tensor:
-            nonlocal looks
-            looks = appearance(pool.images).cpu()
-            return self._quarantined(pool, looks)
-
+        seen = {guard: remembered.of(pool) for guard, remembered in self._seen.items()}
         hides: dict[str, Callable[[], Tensor]] = {
             "stay": lambda: pool.arrival.max() - pool.arrival >= self.stay * size,
-            "duplicates": lambda: duplicates(pool.images, self.tolerance),
-            "quarantine": quarantined,
-            **{name: partial(check, pool.images) for name, check in FRAME_CHECKS.items()},
+            "duplicates": lambda: self._duplicates(pool, seen["duplicates"]),
+            "quarantine": lambda: self._quarantined(pool, seen["quarantine"]),
         }
         worst = torch.full((len(pool),), -1, device=pool.age.device)
         for number, guard in enumerate(GUARDS):
             if guard in self.guards:
-                started = perf_counter()
-                worst[hides[guard]()] = number
-                self.seconds[guard] += perf_counter() - started
-        return worst, looks
+                hidden = hides[guard]() if guard in hides else seen[guard]
+                worst[hidden.to(worst.device)] = number
+        return worst, seen.get("quarantine")
+
+    def _duplicates(self, pool: Pool, small: Tensor) -> Tensor:
+        """Images that were in the last pool were compared then."""
+        known = torch.isin(pool.arrival.cpu(), self._distinct) & (pool.age.cpu() > 0)
+        hidden = duplicates(pool.images, self.tolerance, known, small)
+        self._distinct = pool.arrival[~hidden].cpu()
+        return hidden
 
     def _quarantined(self, pool: Pool, looks: Tensor) -> Tensor:
         """Which images look like suspects and unlike the stream, by their nearest neighbours among both."""
@@ -114,8 +123,12 @@ class Guarded:
             return torch.zeros_like(pool.age, dtype=torch.bool)
         known = torch.cat([self._suspects, self._stream])
         scale = self._stream.std(0).clamp_(min=1e-6)
-        nearest = torch.cdist(looks / scale, known / scale).topk(N_NEAREST, largest=False).indices
-        n_near = (nearest < n_suspects).sum(1)
+        n_near = torch.cat(
+            [
+                (torch.cdist(part, known / scale).topk(N_NEAREST, largest=False).indices < n_suspects).sum(1)
+                for part in (looks / scale).split(ROWS_AT_ONCE)
+            ]
+        )
         return (n_near / n_suspects > self.over * (N_NEAREST - n_near) / n_stream).to(pool.age.device)
 
     def _note_suspects(self, pool: Pool, keep: Tensor, looks: Tensor) -> None:
@@ -137,6 +150,8 @@ class Guarded:
             "entered": torch.tensor(list(self._entered.values()), dtype=torch.float64),
             "suspects": {"looks": self._suspects, "n_added": len(self._suspects)},
             "stream": {"looks": self._stream, "n_added": len(self._stream)},
+            "distinct": self._distinct,
+            "seen": {guard: remembered.state_dict() for guard, remembered in self._seen.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,10 +162,42 @@ class Guarded:
         self._suspects, self._stream = (
             ring["looks"].roll(-ring["n_added"], 0) for ring in (state["suspects"], state["stream"])
         )
+        if "seen" in state:  # else it is of an older version: what is not remembered is looked at again
+            self._distinct = state["distinct"]
+            for guard, remembered in self._seen.items():
+                remembered.load_state_dict(state["seen"][guard])
+
+
+class Remembered:
+    """Numbers of each image that depend on its pixels alone: they are computed once, when the image comes."""
+
+    def __init__(self, look: Callable[[Tensor], Tensor]):
+        self._look = look
+        self._arrivals, self._found = torch.empty(0, dtype=torch.long), torch.empty(0)  # of the last pool
+
+    def of(self, pool: Pool) -> Tensor:
+        """One row for each image of the pool, on the CPU."""
+        arrivals = pool.arrival.cpu().clone()  # the buffer moves its rows
+        known = torch.isin(arrivals, self._arrivals) & (pool.age.cpu() > 0)
+        new = self._look(pool.images[(~known).to(pool.images.device)]).cpu()
+        found = new.new_empty(len(pool), *new.shape[1:])
+        found[~known] = new
+        if bool(known.any()):
+            order = self._arrivals.argsort()
+            found[known] = self._found[order[torch.searchsorted(self._arrivals[order], arrivals[known])]]
+        self._arrivals, self._found = arrivals, found
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"arrivals": self._arrivals, "found": self._found}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._arrivals, self._found = state["arrivals"], state["found"]
 
 
 N_NEAREST = 64  # neighbours that decide about an image
 N_SUSPECTS, N_STREAM = 1024, 4096  # appearances remembered
+ROWS_AT_ONCE = 512  # of a matrix of distances, to save memory
 STREAM_EVERY = 3  # every third image of the stream is remembered
 MIN_SMEARED_SHARE = 0.25  # of the rows or columns
 MIN_COARSE_STD = 3.0  # of 255; in CIFAR-10 none is below 6
@@ -166,25 +213,40 @@ def parse_guards(guards: str) -> tuple[str, ...]:
     return tuple(name for name in GUARDS if name in names)
 
 
-def duplicates(images: Tensor, tolerance: float) -> Tensor:
-    """Which images equal an earlier one: mean difference of the pixels, of 255, up to the tolerance."""
-    small = means(images, 2).flatten(1)  # a lower bound: means differ by no more than the images
-    every = max(1, images[0].numel() // 192)
-    sample = images.flatten(1)[:, ::every].float()  # some pixels: an estimate of the difference
+def duplicates(images: Tensor, tolerance: float, known: Tensor | None = None, small: Tensor | None = None) -> Tensor:
+    """Which images equal an earlier one: mean difference of the pixels, of 255, up to the tolerance.
+
+    known: a mask of images that are known to differ from each other; they count as earlier than the others.
+    small: `small_means` of the images, if somebody has them.
+    """
+    small = (small_means(images) if small is None else small).to(images.device)
+    is_known = torch.zeros(len(images), dtype=torch.bool) if known is None else known.cpu()
+    order = is_known.logical_not().long().argsort(stable=True).to(images.device)
+    n_known = int(is_known.sum())
+    later = order[n_known:]  # the rows that may be hidden
+    pixels, every = images.flatten(1), max(1, images[0].numel() // 192)
     hidden = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    for start in range(0, len(images), 512):  # rows of the matrix of all pairs, to save memory
-        rows = slice(start, start + 512)
-        near = (torch.cdist(small[rows], small, p=1.0) / small.shape[1] <= tolerance + 0.01).triu(1 + start)
-        if int(near.sum()) > len(images):  # a camera at rest: the means are too coarse
-            near &= torch.cdist(sample[rows], sample, p=1.0) / sample.shape[1] <= tolerance + 0.5
-        for first in (start + near.any(1).nonzero()[:, 0]).tolist():  # rare in a dataset
+    for start, rows in zip(range(0, len(images), ROWS_AT_ONCE), order.split(ROWS_AT_ONCE), strict=True):
+        # The means are a lower bound: they differ by no more than the images.
+        near = torch.cdist(small[rows], small[later], p=1.0) / small.shape[1] <= tolerance + 0.01
+        near = near.triu(1 + start - n_known)
+        if int(near.sum()) > len(images):  # a camera at rest: the means are too coarse, some pixels are an estimate
+            sample, of_later = (pixels[some, ::every].float() for some in (rows, later))
+            near &= torch.cdist(sample, of_later, p=1.0) / sample.shape[1] <= tolerance + 0.5
+        for place in near.any(1).nonzero()[:, 0].tolist():  # rare in a dataset
+            first = rows[place]
             if not hidden[first]:
-                later = (near[first - start] & ~hidden).nonzero()[:, 0]
                 own = images[first].short()
-                for part in later.split(max(1, 2**20 // own.numel())):
+                like = later[near[place]]
+                for part in like[~hidden[like]].split(max(1, 2**20 // own.numel())):
                     difference = (images[part].short() - own).abs_().flatten(1).float().mean(1)
                     hidden[part[difference <= tolerance]] = True
     return hidden
+
+
+def small_means(images: Tensor) -> Tensor:
+    """2 x 2 means of each image's pixels, in a row."""
+    return means(images, 2).flatten(1)
 
 
 def means(images: Tensor, n: int) -> Tensor:
@@ -260,3 +322,6 @@ def appearance(images: Tensor) -> Tensor:
 
 
 N_APPEARANCE = 18
+
+# What each guard needs to know of an image's pixels.
+LOOKS: dict[str, Callable[[Tensor], Tensor]] = {"duplicates": small_means, "quarantine": appearance, **FRAME_CHECKS}

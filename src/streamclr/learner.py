@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -29,7 +28,8 @@ from streamclr.encoders.projection import ContrastiveModel, FeatureExtractor
 from streamclr.encoders.resnet import resnet18
 from streamclr.encoders.stages import set_trained
 from streamclr.encoders.weights import make_encoder
-from streamclr.loss import build_loss, checked_loss, nt_xent
+from streamclr.kept import KeptViews, kept_bytes, kept_shape
+from streamclr.loss import checked_loss, nt_xent
 from streamclr.policy import (
     Policy,
     build_policy,
@@ -40,33 +40,11 @@ from streamclr.policy import (
     policy_name,
     policy_state,
 )
-from streamclr.recipe import OPTIMIZERS, POSITIVES, find_recipe, usual_batch, usual_lr
+from streamclr.recipe import OPTIMIZERS, POSITIVES, build_loss, find_recipe, usual_batch, usual_lr
 from streamclr.scenes import REACH, draw_neighbours, find_scenes
 from streamclr.score import contrast_score
+from streamclr.step import Step
 from streamclr.views import ViewPairs, Views, WeakView, build_views, build_weak_view, can_chunk
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one call of `learn_many` did."""
-
-    number: int  # of the step, from 1
-    seen: int  # images of the stream so far
-    loss: float  # the mean over the step's updates
-    kept: int  # images of the buffer that stayed
-    replaced: int  # images of the segment that entered
-    rescored: float  # share of the buffer that was scored again
-    score: float  # mean score in the new buffer; NaN if the policy does not score
-    seconds_scoring: float
-    seconds_training: float
-    spread: float = math.nan  # of the batch's projections, 1 - |mean z|²: 0 if all are equal, near 1 if all differ
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.number} | loss {self.loss:.3f} | {self.replaced} of {self.kept + self.replaced} replaced | "
-            f"{100 * self.rescored:.1f} % re-scored"
-        )
-
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -81,9 +59,9 @@ class Learner:
     policy: which images stay in the buffer: an object, or `name?option=value`.
     buffer: N, images in the buffer; or its size in bytes, as "10M".
     batch_size: images of one update, drawn uniformly from the buffer.
-    loss: `nt-xent`, `vicreg`, `barlow-twins` or `byol`; any function of the projections z0 and z1, or a Loss.
+    loss: `nt-xent`, `vicreg`, `barlow-twins`, `byol` or `cla`; any function of the projections z0 and z1, or a Loss.
     temperature: of a loss by name that takes one.
-    optimizer: `adam` or `muon`.
+    optimizer: `adam`, `muon` or `orthogonal-adam`.
     lr: learning rate.
     lr_half: steps after which it has fallen to half. It falls as 1/√t, because nobody knows when a stream ends; 0: it
         is constant.
@@ -94,11 +72,23 @@ class Learner:
         kept in the buffer beside the first.
     train: which parts of the encoder learn: "all", "norms", or as many last stages as "3".
     reach: frames between two neighbours at most.
+    kept_views: so many views of each image, and of its neighbour, are made once, as it enters the buffer, and what the
+        frozen stages make of them is kept beside it: an update then takes a fraction of the time, and the buffer more
+        memory for each image. 0: views are drawn anew for each update.
     memory: limit for the whole process, as "600M" or "1.5G"; the views then go through the model in chunks, with the
         same result. A limit that is too low is refused at the first segment.
     compile: compile the model with torch: narrow encoders gain a third, after a minute; needs a C++ compiler.
     seed: of the initial weights, the views, the draws and dropout.
     device: where the model and the buffer are; default: a GPU if there is one.
+
+    `learner.model` is the encoder with its projection head, `learner.buffer` and `learner.policy` are what they say.
+
+    >>> from streamclr import ContrastScoring, Learner, open_stream, resnet18
+    >>> learner = Learner(resnet18(width=4), policy=ContrastScoring(rescore_every=50), buffer=8)
+    >>> for images in open_stream("synthetic:", size=16).segments(8, until=24):
+    ...     step = learner.learn_many(images)  # uint8, 8 x 3 x 16 x 16
+    >>> learner
+    Learner(resnet18, buffer 8 of 8, step 3)
     """
 
     def __init__(
@@ -122,6 +112,7 @@ class Learner:
         train: str | None = None,
         reach: int = REACH,
         precision: str = "fp32",
+        kept_views: int = 0,
         memory: str | int | None = None,
         compile: bool = False,
         seed: int = 0,
@@ -142,6 +133,7 @@ class Learner:
             raise UserError(f"positives is {positives!r}: use {' or '.join(POSITIVES)}")
         # In bytes: known when the first segment tells the size of an image.
         self._buffer_bytes = buffer if isinstance(buffer, str) else None
+        self._kept_shape: tuple[int, ...] | None = None  # of what is kept of an image, known as late
         self.batch_size = usual_batch(usual.batch, buffer) if batch_size is None else batch_size
         self.buffer = self._make_buffer(self.batch_size if isinstance(buffer, str) else buffer)
         for name, value, least in (
@@ -179,6 +171,14 @@ class Learner:
         learning = [*self.model.parameters(), *self.loss.parameters()]
         self.optimizer = OPTIMIZERS[optimizer](learning, self.lr, weight_decay)
         self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.kept: KeptViews | None = None
+        if kept_views:
+            self.kept = KeptViews(kept_views, self.views, self.generator)
+            kept_shape(kept_views, self.model.encoder, self.views, (3, 64, 64))  # refused now, not at the first segment
+            with_target = f"the loss {self.loss!r} with a target network"
+            for name, given in (("memory", memory), ("compile", compile), (with_target, self.loss.target)):
+                if given:
+                    raise UserError(f"both kept_views and {name} are given: use one of them")
         self.n_steps = 0
         self.memory = None if memory is None else parse_size(memory)
         self.plan: MemoryPlan | None = None  # made at the first segment, when the images' size is known
@@ -227,13 +227,13 @@ class Learner:
             with self.ranks.together():
                 keep = self.policy.keep(pool, min(self.buffer.size, len(pool)), self.model)  # topN of S(x), Eq. 3
                 n_kept = self.buffer.replace(pool, keep)  # the new B
+            if self.kept is not None:
+                self.kept.fill(self.buffer, self.model)
             losses, scored = [], perf_counter()
             self.optimizer.lr = self.lr / math.sqrt(1 + 3 * self.n_steps / self.lr_half) if self.lr_half else self.lr
             for _ in range(self.updates_per_segment):
                 rows = draw_batch(self.policy, self.buffer, self.batch_size, self.model, self.generator)
-                batch, neighbours = self.buffer.pairs(rows)  # n x 3 x H x W each
-                views = ViewPairs(self.views, batch, self.generator, neighbours)  # 2n x 3 x H x W
-                loss, spread = self._backward(views)  # of the projections z0 and z1, Eq. 1
+                loss, spread = self._backward(self._views(rows))  # of the projections z0 and z1, Eq. 1
                 self.optimizer.step()
                 self.loss.follow(self.model)
                 losses.append(loss)
@@ -261,7 +261,14 @@ class Learner:
         scenes = find_scenes(images) if tracks is None else tracks
         return images[draw_neighbours(scenes.to(images.device), self.generator, self.reach).to(images.device)]
 
-    def _backward(self, views: ViewPairs) -> tuple[float, float]:
+    def _views(self, rows: Tensor) -> ViewPairs | Tensor:
+        """Two views of each image in these rows of the buffer: 2n x 3 x H x W, or what is kept of them."""
+        if self.kept is not None:
+            return self.kept.draw(self.buffer, rows)
+        images, neighbours = self.buffer.pairs(rows)  # n x 3 x H x W each
+        return ViewPairs(self.views, images, self.generator, neighbours)
+
+    def _backward(self, views: ViewPairs | Tensor) -> tuple[float, float]:
         """Set the gradient of the loss, checked to be finite. Returns the loss and the spread of the projections.
 
         Both views of all images go through the model in one pass, so that BatchNorm cannot tell them apart; in chunks
@@ -271,7 +278,9 @@ class Learner:
         if most != -least:
             raise UserError(f"the ranks have batches of {-least:.0f} to {most:.0f} images: give all the same")
         spread, chunk_size = math.nan, self.plan.chunk_size if self.plan else None
-        targets = [self.ranks.gather(t) for t in self.loss.targets(views, len(views), chunk_size)]
+        made: Callable[[slice], Tensor] = views.__getitem__ if isinstance(views, Tensor) else views
+        model = self.model.from_early if isinstance(views, Tensor) else self._trained
+        targets = [self.ranks.gather(t) for t in self.loss.targets(made, len(views), chunk_size)]
 
         def loss_of_all(z: Tensor) -> Tensor:
             nonlocal spread
@@ -282,7 +291,7 @@ class Learner:
         self.model.train()
         self.optimizer.zero_grad()
         with self.ranks.together():
-            value = backward(self._trained, views, len(views), loss_of_all, chunk_size)
+            value = backward(model, made, len(views), loss_of_all, chunk_size)
             gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
             statistics = [*self.model.buffers(), *self.loss.buffers()]
             found = {"loss": [torch.tensor(value)], "gradient": gradients, "statistic of BatchNorm": statistics}
@@ -329,13 +338,21 @@ class Learner:
     def _make_buffer(self, size: int) -> Buffer:
         if self.batch_size > size:
             raise UserError(f"batch_size is {self.batch_size}, and the buffer holds {size}: a batch is drawn from it")
-        return Buffer(size, self.device, self.positives == "time")
+        return Buffer(size, self.device, self.positives == "time", self._kept_shape)
+
+    def _buffer_size(self, shape: Sequence[int]) -> int:
+        """How many images of this shape it holds."""
+        if self.kept is not None:
+            self._kept_shape = kept_shape(self.kept.n, self.model.encoder, self.views, shape)
+        if self._buffer_bytes is None:
+            return self.buffer.size
+        return n_that_fit(self._buffer_bytes, shape, self.positives == "time", kept_bytes(self._kept_shape))
 
     def fit(self, shape: Sequence[int]) -> MemoryPlan | None:
         """Fit buffer and memory to segments of this shape, once. Returns the plan by which a step keeps to the memory
         limit, if there is one; an error if none does."""
-        if self._buffer_bytes is not None and not self.buffer.n_seen:
-            self.buffer = self._make_buffer(n_that_fit(self._buffer_bytes, shape[1:], self.positives == "time"))
+        if not self.buffer.n_seen and (self._buffer_bytes is not None or self.kept is not None):
+            self.buffer = self._make_buffer(self._buffer_size(shape[1:]))
         if self.plan is None and self.memory is not None:
             self.optimizer.keep_gradients()
             self.plan = make_plan(self._work(shape), self.memory)
@@ -356,6 +373,8 @@ class Learner:
     def _work(self, shape: Sequence[int]) -> Work:
         # The segment itself, and its copy behind the buffer; with a neighbour beside each.
         n_images = (self.buffer.size + 2 * shape[0]) * (1 + self.buffer.has_neighbours)
+        if self._kept_shape is not None:
+            n_images += (self.buffer.size + shape[0]) * kept_bytes(self._kept_shape) // math.prod(shape[1:])
         if not can_chunk(self.views):  # they are made all at once, of 4 bytes where an image has one
             n_images += 8 * self.batch_size
         return Work(self.model, tuple(shape[1:]), 2 * self.batch_size, n_images, nt_xent, contrast_score)
@@ -369,6 +388,8 @@ class Learner:
             raise UserError("memory is for one process: with several ranks use a smaller batch_size each")
         if ranks.n > 1 and self._trained is not self.model:
             raise UserError("compile is for one process: leave it out with several ranks")
+        if ranks.n > 1 and self.kept is not None:
+            raise UserError("kept_views is for one process: leave it out with several ranks")
         self.ranks = ranks
         self._trained = ranks.share(self._trained)
         ranks.start_alike(self.loss)
@@ -412,9 +433,8 @@ class Learner:
         """Go on as the learner whose state this is. A state that does not fit changes nothing."""
         if missing := [key for key in STATE_KEYS if key not in state]:
             raise UserError(f"the saved state has no {', '.join(missing)}: use what Learner.state_dict() returned")
-        size = self.buffer.size
-        if self._buffer_bytes is not None and "images" in state["buffer"]:
-            size = n_that_fit(self._buffer_bytes, state["buffer"]["images"].shape[1:], self.positives == "time")
+        held = state["buffer"].get("images")
+        size = self.buffer.size if held is None or not len(held) else self._buffer_size(held.shape[1:])
         buffer, generator = self._make_buffer(size), torch.Generator(self.device)
         buffer.load_state_dict(state["buffer"])
         random_state = state.get("random_state", self._random_state)  # a state of an older version has none
@@ -431,6 +451,8 @@ class Learner:
         self.loss.load_state_dict(loss)
         self.optimizer.load_state_dict(state["optimizer"])
         self.buffer, self.generator, self._random_state = buffer, generator, random_state
+        if self.kept is not None:
+            self.kept.generator = generator
         self.n_steps = state["n_steps"]
 
 

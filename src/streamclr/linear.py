@@ -37,6 +37,14 @@ def fit_linear(
     weights: of the labels: 1 if a person gave it, less if it was spread from another image.
     groups: a number for each label; labels of one group, as frames of one track, are held back together.
     decay: of the weights; default: chosen by cross-validation, and the temperature, too.
+
+    >>> import torch
+    >>> from streamclr import fit_linear
+    >>> labels = torch.arange(40) % 2
+    >>> features = torch.randn(40, 8) + 10 * labels[:, None]  # two classes, far apart
+    >>> head = fit_linear(features, labels, n_classes=2)
+    >>> (head(features).argmax(1) == labels).all()
+    tensor(True)
     """
     features = checked_features(features)
     labels = checked_labels(labels, n_classes, len(features))

@@ -1,7 +1,6 @@
 """Losses of the projections of two views: NT-Xent, which is the paper's, and others that can take its place."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import shown
-from streamclr.encoders.inference import holds_generator, infer_views
+from streamclr.encoders.inference import infer_views
 from streamclr.encoders.projection import ContrastiveModel
 
 # Losses without state: z0[i] and z1[i] are the unit projections of the two views of image i, n x d each.
@@ -22,6 +20,12 @@ def nt_xent(z0: Tensor, z1: Tensor, temperature: float = 0.5, reduction: str = "
     """SimCLR's loss (Eq. 1): each view must find the other view of its image among all views of the batch.
 
     With `reduction="none"` the result has one loss per anchor, first all of `z0`, then all of `z1`.
+
+    >>> import torch
+    >>> from streamclr import nt_xent
+    >>> z = torch.nn.functional.normalize(torch.ones(8, 4))  # all views are alike: none can be told from the 15 others
+    >>> torch.isclose(nt_xent(z, z), torch.tensor(15.0).log())
+    tensor(True)
     """
     _check_pairs(z0, z1)
     if not 0 < temperature < torch.inf:
@@ -45,6 +49,12 @@ def vicreg(z0: Tensor, z1: Tensor, invariance: float = 25.0, variance: float = 2
 
     Unit vectors are scaled by √d here, so that dimensions of equal spread have the standard deviation 1 that is asked
     of them.
+
+    >>> import torch
+    >>> from streamclr import vicreg
+    >>> z0, z1 = torch.nn.functional.normalize(torch.randn(2, 16, 4), dim=2)
+    >>> vicreg(z0, z0) < vicreg(z0, z1)
+    tensor(True)
     """
     n, d = _check_pairs(z0, z1)
     z0, z1 = z0 * d**0.5, z1 * d**0.5
@@ -59,7 +69,14 @@ def vicreg(z0: Tensor, z1: Tensor, invariance: float = 25.0, variance: float = 2
 
 
 def barlow_twins(z0: Tensor, z1: Tensor, redundancy: float = 0.005) -> Tensor:
-    """Barlow Twins (Zbontar et al. 2021, Sec. 2): the correlations of the views' dimensions are the identity matrix."""
+    """Barlow Twins (Zbontar et al. 2021, Sec. 2): the correlations of the views' dimensions are the identity matrix.
+
+    >>> import torch
+    >>> from streamclr import barlow_twins
+    >>> z0, z1 = torch.nn.functional.normalize(torch.randn(2, 16, 4), dim=2)
+    >>> barlow_twins(z0, z0) < barlow_twins(z0, z1)
+    tensor(True)
+    """
     n, _ = _check_pairs(z0, z1)
     x0, x1 = ((z - z.mean(0)) * (z.var(0, correction=0) + 1e-8).rsqrt() for z in (z0, z1))
     correlation = x0.T @ x1 / n  # d x d
@@ -89,6 +106,16 @@ class Loss(nn.Module):
 
     target: a network that encodes the views too, in eval mode and without gradient; its projections of them come to
         `forward` as t0 and t1.
+
+    >>> import torch
+    >>> from streamclr import Learner, Loss, resnet18
+    >>> class Agreement(Loss):
+    ...     def forward(self, z0, z1):
+    ...         return (z0 - z1).square().sum(1).mean()
+    >>> learner = Learner(resnet18(width=4), buffer=8, loss=Agreement())
+    >>> step = learner.learn_many(torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8))
+    >>> 0 <= step.loss <= 4
+    True
     """
 
     def __init__(self, function: Callable[..., Tensor] | None = None):
@@ -126,7 +153,18 @@ class Loss(nn.Module):
 
 
 class TargetNetwork(Loss):
-    """A loss whose target network is a moving average of the model, its BatchNorm statistics too (Cai et al. 2021)."""
+    """A loss whose target network is a moving average of the model, its BatchNorm statistics too (Cai et al. 2021).
+
+    >>> import torch
+    >>> from streamclr import Learner, TargetNetwork, resnet18
+    >>> class Follow(TargetNetwork):
+    ...     def forward(self, z0, z1, t0, t1):
+    ...         return (z0 - t1).square().sum(1).mean()
+    >>> learner = Learner(resnet18(width=4), buffer=8, loss=Follow(momentum=0.9))
+    >>> step = learner.learn_many(torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8))
+    >>> any(parameter.requires_grad for parameter in learner.loss.target.parameters())
+    False
+    """
 
     def __init__(self, momentum: float = 0.99):
         super().__init__()
@@ -148,7 +186,15 @@ class TargetNetwork(Loss):
 
 
 class BYOL(TargetNetwork):
-    """BYOL (Grill et al. 2020, Sec. 3.1): a predictor finds the target network's projection of the other view."""
+    """BYOL (Grill et al. 2020, Sec. 3.1): a predictor finds the target network's projection of the other view.
+
+    >>> import torch
+    >>> from streamclr import BYOL, Learner, resnet18
+    >>> learner = Learner(resnet18(width=4), buffer=8, loss=BYOL(momentum=0.9))
+    >>> step = learner.learn_many(torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8))
+    >>> 0 <= step.loss <= 8
+    True
+    """
 
     def __init__(self, momentum: float = 0.99, width: int = 256):
         super().__init__(momentum)
@@ -166,27 +212,6 @@ class BYOL(TargetNetwork):
         p0, p1 = F.normalize(self.predictor(torch.cat([z0, z1])), dim=1).chunk(2)
         t0, t1 = targets
         return ((p0 - t1).square().sum(1) + (p1 - t0).square().sum(1)).mean()
-
-
-LOSSES: dict[str, Callable[..., Any]] = {
-    "nt-xent": nt_xent,
-    "vicreg": vicreg,
-    "barlow-twins": barlow_twins,
-    "byol": BYOL,
-}
-
-
-def build_loss(loss: str | Callable[..., Tensor], temperature: float | None = None) -> Loss:
-    """The loss `name?option=value`, built in or of a researcher, or any function of z0 and z1.
-
-    temperature: of a loss by name, if it takes one.
-    """
-    made = plugins.make("loss", loss, LOSSES, temperature=temperature) if isinstance(loss, str) else loss
-    if inspect.isclass(made) or not callable(made):
-        raise UserError(f"loss is {made!r}: give {plugins.KINDS['loss'].is_a}, as BYOL()")
-    if not isinstance(made, nn.Module) and (hasattr(made, "state_dict") or holds_generator(made)):
-        raise UserError(f"the loss {type(made).__name__} has a state that would not be saved: derive it from Loss")
-    return made if isinstance(made, Loss) else Loss(made)
 
 
 def checked_loss(value: Any) -> Tensor:

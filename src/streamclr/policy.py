@@ -5,7 +5,6 @@ from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base import options as opts
@@ -17,12 +16,30 @@ from streamclr.buffer import Buffer, Pool
 from streamclr.compute.fast_scoring import PRECISIONS, fastest
 from streamclr.encoders.inference import holds_generator, infer, infer_views, inference_mode
 from streamclr.loss import nt_xent
+from streamclr.peers.min_red import MinRed
+from streamclr.peers.scale import SCALE
 from streamclr.score import contrast_score, rank_correlation, stand_ins
 from streamclr.views import StrongViews
 
 
 class Policy(Protocol):
-    """A policy may also have a method `draw`, as ScoredReservoir has: which images of the buffer an update takes."""
+    """Decides which images of the buffer and the new segment stay: any class with this method, which never sees labels.
+
+    A policy may also have a method `draw`, as ScoredReservoir has: which images of the buffer an update takes.
+
+    >>> import torch
+    >>> from streamclr import Learner, Policy, resnet18
+    >>> class Brightest:
+    ...     def keep(self, pool, size, model):
+    ...         return pool.images.float().mean((1, 2, 3)).topk(size).indices
+    >>> policy: Policy = Brightest()
+    >>> learner = Learner(resnet18(width=4), policy, buffer=4)
+    >>> images = torch.randint(100, (8, 3, 16, 16), dtype=torch.uint8)
+    >>> images[::2] += 100
+    >>> step = learner.learn_many(images)
+    >>> sorted(learner.buffer.arrivals.tolist())
+    [0, 2, 4, 6]
+    """
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         """The indices of the `size` images of the pool that stay, each once, in any order."""
@@ -38,12 +55,21 @@ class ContrastScoring:
     """Keep the images whose mirror image the encoder still tells apart (Sec. III-B; lazy scoring, Sec. III-D).
 
     rescore_every: T; an image in the buffer is scored again when its age is a multiple of it.
-    precision: `fp32` scores exactly; `int8`, `folded` and `half` are faster; `auto` takes the fastest on this machine,
+    precision: `fp32` scores exactly; `int8` and `half` are faster; `auto` takes the fastest on this machine,
         as long as it ranks the images as the exact score does.
     duplicate: a frame whose pixels differ from the frame before by at most this (mean, of 255) takes over its score
         and is not encoded; below 0: every frame is encoded.
     fresh: the share of the buffer that is replaced in a step at least. Scores fall as the encoder learns, so that with
         lazy scoring an old score is a high one, and the buffer would hardly move.
+
+    >>> import torch
+    >>> from streamclr import ContrastScoring, Learner, resnet18
+    >>> learner = Learner(resnet18(width=4), ContrastScoring(rescore_every=3), buffer=8)
+    >>> segments = torch.randint(256, (3, 8, 3, 16, 16), dtype=torch.uint8)
+    >>> [learner.learn_many(images).rescored for images in segments]
+    [0.0, 0.0, 0.0]
+    >>> bool(((learner.buffer.scores >= 0) & (learner.buffer.scores <= 2)).all())
+    True
     """
 
     __repr__ = shown
@@ -106,6 +132,8 @@ class ContrastScoring:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._fast, self._trusted, self._n_fast = state["fast"], state["trusted"], state["n_fast"]
+        if self._fast == "folded":  # in states of earlier versions, and what fp32 is now
+            self._fast = "fp32"
 
 
 MIN_IMAGES_FOR_FAST = 64  # with fewer, making the fast model costs more than it saves
@@ -114,7 +142,15 @@ MIN_RANK_CORRELATION = 0.98  # Spearman's, of the fast with the exact score
 
 
 class FIFOReplace:
-    """Keep the newest images; with segments as large as the buffer this is the same as no buffer."""
+    """Keep the newest images; with segments as large as the buffer this is the same as no buffer.
+
+    >>> import torch
+    >>> from streamclr import FIFOReplace, Learner, resnet18
+    >>> learner = Learner(resnet18(width=4), FIFOReplace(), buffer=4)
+    >>> step = learner.learn_many(torch.randint(256, (6, 3, 16, 16), dtype=torch.uint8))
+    >>> sorted(learner.buffer.arrivals.tolist())
+    [2, 3, 4, 5]
+    """
 
     __repr__ = shown
 
@@ -138,7 +174,15 @@ class _Seeded:
 
 
 class RandomReplace(_Seeded):
-    """Keep a uniform draw of the pool, so that an image survives a step with probability |B| / (|B| + |I|)."""
+    """Keep a uniform draw of the pool, so that an image survives a step with probability |B| / (|B| + |I|).
+
+    >>> import torch
+    >>> from streamclr import Learner, RandomReplace, resnet18
+    >>> learner = Learner(resnet18(width=4), RandomReplace(seed=1), buffer=4)
+    >>> step = learner.learn_many(torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8))
+    >>> learner.buffer, learner.buffer.n_seen
+    (Buffer(4 of 4, 3 x 16 x 16), 8)
+    """
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         return torch.randperm(len(pool), generator=self.generator)[:size].to(pool.age.device)
@@ -149,6 +193,14 @@ class Reservoir(_Seeded):
 
     horizon: the draw fades, so that it is of about this many times as many images as the buffer holds, the newest ones,
         and the buffer goes on moving; None: of the whole stream.
+
+    >>> import torch
+    >>> from streamclr import Learner, Reservoir, resnet18
+    >>> learner = Learner(resnet18(width=4), Reservoir(seed=1), buffer=4)
+    >>> for images in torch.randint(256, (3, 8, 3, 16, 16), dtype=torch.uint8):
+    ...     step = learner.learn_many(images)
+    >>> learner.buffer, learner.buffer.n_seen
+    (Buffer(4 of 4, 3 x 16 x 16), 24)
     """
 
     def __init__(self, seed: int = 0, horizon: float | None = None):
@@ -172,6 +224,13 @@ class SelectiveBackprop(_Seeded):
 
     beta: None keeps the largest losses; a number draws with probability (percentile of the loss) ** beta, as the paper
         of 2019 does.
+
+    >>> import torch
+    >>> from streamclr import Learner, SelectiveBackprop, resnet18
+    >>> learner = Learner(resnet18(width=4), SelectiveBackprop(seed=1), buffer=4)
+    >>> step = learner.learn_many(torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8))
+    >>> bool((learner.buffer.scores > 0).all())  # the losses
+    True
     """
 
     def __init__(self, beta: float | None = None, temperature: float = 0.5, seed: int = 0):
@@ -197,7 +256,16 @@ class SelectiveBackprop(_Seeded):
 
 
 class KCenter(_Seeded):
-    """Keep a greedy k-center cover of the pool in feature space (Sener and Savarese 2018)."""
+    """Keep a greedy k-center cover of the pool in feature space (Sener and Savarese 2018).
+
+    >>> import torch
+    >>> from streamclr import KCenter, Learner, resnet18
+    >>> learner = Learner(resnet18(width=4), KCenter(seed=1), buffer=4)
+    >>> images = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8).repeat_interleave(2, dim=0)  # each of four twice
+    >>> step = learner.learn_many(images)
+    >>> sorted((learner.buffer.arrivals // 2).tolist())  # one of each
+    [0, 1, 2, 3]
+    """
 
     def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
         features = infer(model, pool.images, getattr(model, "features", None))
@@ -217,60 +285,18 @@ def k_center(features: Tensor, size: int, first: int = 0) -> Tensor:
     return chosen
 
 
-class MinRed:
-    """Keep images that differ: of the two most alike in feature space the older one goes (Purushwalkam et al. 2022).
-
-    Features are computed once, when an image arrives: the encoder changes slowly, so that they stay comparable.
-    """
-
-    __repr__ = shown
-
-    def __init__(self) -> None:
-        self._features = torch.empty(0, 0)  # of the images that were kept, unit length
-        self._arrivals = torch.empty(0, dtype=torch.long)
-
-    def keep(self, pool: Pool, size: int, model: nn.Module) -> Tensor:
-        arrivals = pool.arrival.cpu()
-        new = ~torch.isin(arrivals, self._arrivals)
-        found = F.normalize(infer(model, pool.images[new.to(pool.age.device)], getattr(model, "features", None)), dim=1)
-        features = found.new_empty(len(pool), found.shape[1], device="cpu")
-        features[new] = found.cpu()
-        order = self._arrivals.argsort()
-        if len(order):
-            features[~new] = self._features[order[torch.searchsorted(self._arrivals[order], arrivals[~new])]]
-        keep = least_redundant(features, size, arrivals)
-        self._features, self._arrivals = features[keep], arrivals[keep]
-        return keep.to(pool.age.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"features": self._features, "arrivals": self._arrivals}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._features, self._arrivals = state["features"], state["arrivals"]
-
-
-def least_redundant(features: Tensor, size: int, arrivals: Tensor) -> Tensor:
-    """`size` rows of unit length: as long as there are more, of the two most similar the one that came first goes."""
-    similarity = features @ features.T
-    similarity.fill_diagonal_(-torch.inf)
-    nearest, which = similarity.max(1)
-    stays = torch.ones(len(features), dtype=torch.bool)
-    for _ in range(len(features) - size):
-        one = int(nearest.argmax())
-        other = int(which[one])
-        goes = one if arrivals[one] < arrivals[other] else other
-        stays[goes], nearest[goes] = False, -torch.inf
-        similarity[:, goes] = -torch.inf
-        lost = ((which == goes) & stays).nonzero()[:, 0]  # those whose nearest has gone
-        nearest[lost], which[lost] = similarity[lost].max(1)
-    return stays.nonzero()[:, 0]
-
-
 class Mixture:
     """Part of the buffer by contrast score, the rest a uniform draw of the stream so far.
 
     share: of the buffer, by score.
     rescore_every: as of ContrastScoring.
+
+    >>> import torch
+    >>> from streamclr import Learner, Mixture, resnet18
+    >>> learner = Learner(resnet18(width=4), Mixture(share=0.25), buffer=4)
+    >>> step = learner.learn_many(torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8))
+    >>> learner.buffer, bool((learner.buffer.scores >= 0).all())
+    (Buffer(4 of 4, 3 x 16 x 16), True)
     """
 
     __repr__ = shown
@@ -298,6 +324,14 @@ class ScoredReservoir(Reservoir):
     """A reservoir decides what stays, and the contrast score what is drawn from it for an update.
 
     times: so many times the batch are scored, and the highest scores are drawn.
+
+    >>> import torch
+    >>> from streamclr import Learner, ScoredReservoir, resnet18
+    >>> learner = Learner(resnet18(width=4), ScoredReservoir(times=2), buffer=16, batch_size=4)
+    >>> step = learner.learn_many(torch.randint(256, (16, 3, 16, 16), dtype=torch.uint8))
+    >>> rows = learner.policy.draw(learner.buffer, 4, learner.model, learner.generator)
+    >>> len(rows.unique())
+    4
     """
 
     def __init__(self, times: int = 2, seed: int = 0, horizon: float | None = None):
@@ -319,6 +353,7 @@ POLICIES: dict[str, type] = {
     "k-center": KCenter,
     "reservoir": Reservoir,
     "min-red": MinRed,
+    "scale": SCALE,
     "mixture": Mixture,
     "scored-reservoir": ScoredReservoir,
 }

@@ -1,12 +1,21 @@
 """Recipes: everything about training that is not the method but its setting. docs/log.md tells how they were found."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
+from streamclr.base import plugins
 from streamclr.base.errors import UserError
 from streamclr.base.options import one_of
 from streamclr.compute.adam import Adam
 from streamclr.compute.muon import Muon
+from streamclr.encoders.inference import holds_generator
+from streamclr.loss import BYOL, Loss, barlow_twins, nt_xent, vicreg
+from streamclr.peers.alignment import CLA
+from streamclr.peers.orthogonal import OrthogonalAdam
 from streamclr.views import Views, build_views
 
 
@@ -94,7 +103,14 @@ ADAPT = Recipe(
 )
 RECIPES = ("device", "paper")
 POSITIVES = ("views", "time")
-OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "muon": Muon}
+OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "muon": Muon, "orthogonal-adam": OrthogonalAdam}
+LOSSES: dict[str, Callable[..., Any]] = {
+    "nt-xent": nt_xent,
+    "vicreg": vicreg,
+    "barlow-twins": barlow_twins,
+    "byol": BYOL,
+    "cla": CLA,
+}
 BATCH_SIZE = 64  # of a recipe that takes the whole buffer, where that is given in bytes
 
 
@@ -119,3 +135,16 @@ def usual_batch(batch: int | None, buffer: int | str) -> int:
     if isinstance(buffer, str):
         return batch or BATCH_SIZE
     return buffer if batch is None else min(batch, buffer)
+
+
+def build_loss(loss: str | Callable[..., Tensor], temperature: float | None = None) -> Loss:
+    """The loss `name?option=value`, built in or of a researcher, or any function of z0 and z1.
+
+    temperature: of a loss by name, if it takes one.
+    """
+    made = plugins.make("loss", loss, LOSSES, temperature=temperature) if isinstance(loss, str) else loss
+    if inspect.isclass(made) or not callable(made):
+        raise UserError(f"loss is {made!r}: give {plugins.KINDS['loss'].is_a}, as BYOL()")
+    if not isinstance(made, nn.Module) and (hasattr(made, "state_dict") or holds_generator(made)):
+        raise UserError(f"the loss {type(made).__name__} has a state that would not be saved: derive it from Loss")
+    return made if isinstance(made, Loss) else Loss(made)

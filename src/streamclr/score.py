@@ -17,8 +17,16 @@ def contrast_score(
 
     Deterministic: it depends on the image and the model only; in int8 also, slightly, on the other images.
 
-    precision: `fp32` is exact; `folded`, `int8` and `half` are faster (see compute/fast_scoring.py).
+    precision: `fp32` is exact; `int8` and `half` are faster (see compute/fast_scoring.py).
     weak_view: x to x+; default: the model's own, else the flip.
+
+    >>> import torch
+    >>> from streamclr import Learner, contrast_score, resnet18
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> left = torch.randint(256, (4, 3, 16, 8), dtype=torch.uint8)
+    >>> images = torch.cat([left, left.flip(-1)], dim=-1)  # each is its own mirror image
+    >>> bool((contrast_score(learner.model, images) < 1e-6).all())
+    True
     """
     check_stored(images)
     weak = weak_view or getattr(model, "weak_view", None) or flip

@@ -82,6 +82,14 @@ def fine_tune(
     head: `zeros`, or `linear` to begin with `fit_linear` on the features of the model.
     flip: whether views may be mirrored, which changes the meaning of signs and text.
     smoothing: of the labels, 0 to 1.
+
+    >>> import torch
+    >>> from streamclr import Learner, features_of, fine_tune, resnet18
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> images, labels = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8), torch.arange(8) % 2
+    >>> tuned, head = fine_tune(learner.model, images, labels, n_classes=2, steps=2)
+    >>> head(features_of(tuned, images)).shape
+    torch.Size([8, 2])
     """
     model = model_of(model)
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)
@@ -191,6 +199,12 @@ def features_of(model: Any, images: Tensor | np.ndarray | ImagesByNumber, n: int
 
     model: a Learner, its model or its extractor().
     images: uint8, n x 3 x H x W; or a function that gives those of row numbers, and n.
+
+    >>> import torch
+    >>> from streamclr import Learner, features_of, resnet18
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> features_of(learner, torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)).shape
+    torch.Size([8, 32])
     """
     own = model_of(model)
     if not callable(images):
@@ -261,6 +275,14 @@ def choose_classifier(
     features: those of the images by the model, if they are known.
     unlabelled: other frames of the stream, for self-training; none of a scene that has a label.
     tuning: other options of `fine_tune`.
+
+    >>> import torch
+    >>> from streamclr import Learner, choose_classifier, resnet18
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> images, labels = torch.randint(256, (20, 3, 16, 16), dtype=torch.uint8), torch.arange(20) % 2
+    >>> chosen = choose_classifier(learner.model, images, labels, 2, kinds=("linear", "finetuned"), steps=2)
+    >>> chosen.kind in ("linear", "finetuned"), chosen.n_held_back, [name for name, right in chosen.tried]
+    (True, 4, ['linear', 'fine-tuned'])
     """
     model = model_of(model)
     labels = checked_labels(labels, n_classes, len(images) if isinstance(images, Tensor) else None)

@@ -84,6 +84,13 @@ class StrongViews:
     flip: mirror half of the views; leave it out where a mirror image means something else, as with signs and text.
     side: of a view, as a share of the image's side. Smaller views take less time, and show things as large as they are
         in whole images, because a crop is enlarged.
+
+    >>> import torch
+    >>> from streamclr import StrongViews
+    >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    >>> views = StrongViews(flip=False, side=0.75)(images, torch.Generator().manual_seed(0))
+    >>> views.shape, 0 <= views.min() and views.max() <= 1
+    (torch.Size([4, 3, 24, 24]), tensor(True))
     """
 
     def __init__(

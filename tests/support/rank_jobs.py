@@ -11,8 +11,8 @@ from streamclr.encoders.inference import seeded
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import resnet18
 from streamclr.learner import Learner
-from streamclr.loss import LOSSES
 from streamclr.policy import FIFOReplace
+from streamclr.recipe import LOSSES
 from streamclr.views import StrongViews
 from support.images import random_images
 
@@ -95,6 +95,11 @@ def part(ranks):
     return learn(ranks, "batch", 24, 5, torch.float64, train="3", projection="batchnorm")
 
 
+def orthogonal(ranks):
+    """Each rank keeps the history of the gradient that all share."""
+    return learn(ranks, "group", 24, 6, torch.float64, optimizer="orthogonal-adam", lr=1e-4)
+
+
 def bf16(ranks):
     return learn(ranks, "batch", 24, 3, precision="bf16")
 
@@ -154,7 +159,8 @@ def agreed(ranks):
 
 
 JOBS = {
-    job.__name__: job for job in (group, group_256, group_256_double, batch, part, bf16, losses, at_once, own, agreed)
+    job.__name__: job
+    for job in (group, group_256, group_256_double, batch, part, orthogonal, bf16, losses, at_once, own, agreed)
 }
 
 

@@ -2,7 +2,15 @@
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct: names the value, what is allowed and what to do."""
+    """A mistake that the user can correct: names the value, what is allowed and what to do.
+
+    >>> from streamclr import Buffer, UserError
+    >>> try:
+    ...     Buffer(1)
+    ... except UserError as error:
+    ...     print(error)
+    buffer is 1: use at least 2 images, one needs another to contrast with
+    """
 
 
 class NotFinite(UserError):

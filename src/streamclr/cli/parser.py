@@ -38,7 +38,7 @@ HEADINGS = {
         "rounds round_images momentum slow statistics fraction min_devices deadline patience head_every".split()
     ),
     "run directory": ("out", "resume", "checkpoint_minutes", "checkpoint_steps", "log_disk"),
-    "machine": ("device", "memory", "precision", "compile", "decoders", "duty", "metrics", "serve", "host", "port"),
+    "machine": tuple("device memory precision kept_views compile decoders duty metrics serve host port".split()),
 }
 N_OPTIONS_FOR_HEADINGS = 16
 MAX_NAMES_IN_ERROR = 14  # longer lists are left to --help

@@ -25,11 +25,12 @@ from streamclr.encoders.blocks import Block
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import PointwiseConv
 
+Model = Callable[[Tensor], Tensor]  # views to projections; in chunks a ContrastiveModel
 Views = Callable[[slice], Tensor]  # the views in these rows; the same at every call
 Loss = Callable[[Tensor], Tensor]  # of all projections
 
 
-def backward(model: nn.Module, views: Views, n: int, loss: Loss, chunk_size: int | None) -> float:
+def backward(model: Model, views: Views, n: int, loss: Loss, chunk_size: int | None) -> float:
     """Add the gradient of the loss of n views to the parameters', as `loss(model(views)).backward()` does."""
     if chunk_size is None or chunk_size >= n:
         value = loss(model(views(slice(0, n))))

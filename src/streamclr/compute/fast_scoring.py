@@ -1,4 +1,4 @@
-"""Fast models for scoring: BatchNorm folded into the convolutions, in float, half or int8.
+"""Fast models for scoring: BatchNorm folded into the convolutions, in half or int8.
 
 A score only ranks images, so it need not be exact. The fast model is made from the weights at every call, which costs
 far less than it saves: it is never out of date and not part of any state.
@@ -19,13 +19,14 @@ from streamclr.base.errors import UserError
 from streamclr.base.files import write_json
 from streamclr.base.machine import cache_dir, cpu_name
 from streamclr.encoders.architecture import is_built_in
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block
 from streamclr.encoders.compact import Compact
-from streamclr.encoders.mobilenet import MobileNetV2
+from streamclr.encoders.folded import FoldedBlocks, FoldedConv
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.encoders.resnet import ResNet
 
-PRECISIONS = ("fp32", "folded", "int8", "half")
+PRECISIONS = ("fp32", "int8", "half")
 Projection = Callable[[Tensor], Tensor]  # images in [0, 1] to unit vectors
 
 
@@ -59,50 +60,22 @@ def precisions(model: nn.Module) -> tuple[str, ...]:
     """Those that the model has: with BatchNorm a built-in encoder is a fixed map in eval mode.
 
     MobileNetV2 has no int8: with public weights its scores rank like the exact ones by 0.93 only (Spearman, 256 images
-    of GTSRB at 64 px), at half the time of `folded`.
+    of GTSRB at 64 px), at half the time.
     """
     encoder = model.encoder if isinstance(model, ContrastiveModel) else model
     if not is_built_in(encoder) or any(isinstance(module, nn.GroupNorm) for module in encoder.modules()):
         return ("fp32",)
-    return PRECISIONS if isinstance(encoder, ResNet | Compact) else ("fp32", "folded", "half")
+    return PRECISIONS if isinstance(encoder, ResNet | Compact) else ("fp32", "half")
 
 
-class FoldedConv:
-    """A convolution with its BatchNorm folded in: weight, bias, stride, padding and groups."""
-
-    def __init__(self, conv: nn.Conv2d, norm: nn.Module, dtype: torch.dtype):
-        assert isinstance(norm, nn.BatchNorm2d)
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        gain = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        self.weight = (conv.weight * gain.view(-1, 1, 1, 1)).to(dtype)
-        self.bias = (norm.bias - norm.running_mean * gain).to(dtype)
-        self.stride, self.padding, self.groups = list(conv.stride), [int(p) for p in conv.padding], conv.groups
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, groups=self.groups)
-
-
-class FoldedEncoder:
+class FoldedEncoder(FoldedBlocks):
     """Standardised images to features."""
 
-    def __init__(self, encoder: ResNet | Compact | MobileNetV2, dtype: torch.dtype = torch.float32):
-        self.dtype = dtype
-        self.blocks: list[tuple[Block, list[FoldedConv], FoldedConv | None]] = []
-        for block in encoder.blocks:
-            path = [FoldedConv(conv, norm, dtype) for conv, norm in block.path]
-            self.blocks.append((block, path, FoldedConv(*block.shortcut, dtype) if block.shortcut else None))
+    def __init__(self, encoder: BlockEncoder, dtype: torch.dtype | None = None):
+        super().__init__(encoder.blocks, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype, memory_format=torch.channels_last)
-        for block, path, shortcut in self.blocks:
-            y = x
-            for i, conv in enumerate(path):
-                y = conv(block.activate_(y) if i else y)
-            if block.adds:
-                y += shortcut(x) if shortcut else x
-            x = block.pool(block.activate_(y) if block.ends_active else y)
-        return x.float().mean((2, 3))
+        return super().__call__(x).float().mean((2, 3))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -27,13 +27,21 @@ class Block:
 
     def activate_(self, x: Tensor) -> Tensor:
         """In place: no backward pass needs the old value."""
-        return F.relu_(x) if self.ceiling == math.inf else x.clamp_(0, self.ceiling)
+        return F.relu_(x) if self.ceiling == math.inf else F.hardtanh(x, 0, self.ceiling, inplace=True)
 
     def passes(self, active: Tensor) -> Tensor:
         """Where the activation passes a gradient on, from its output."""
         return active > 0 if self.ceiling == math.inf else (active > 0).logical_and_(active < self.ceiling)
 
     @property
+    def pairs(self) -> list[ConvNorm]:
+        return [*self.path, self.shortcut] if self.shortcut else self.path
+
+    @property
     def learns(self) -> bool:
-        modules = [module for pair in (*self.path, *([self.shortcut] if self.shortcut else [])) for module in pair]
-        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        return any(parameter.requires_grad for pair in self.pairs for part in pair for parameter in part.parameters())
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether BatchNorm is a fixed map here: it may be folded into the convolutions, if no gradient is due."""
+        return all(isinstance(norm, nn.BatchNorm2d) and not norm.training for _, norm in self.pairs)

@@ -1,9 +1,9 @@
 """A compact encoder for learning from scratch on a CPU: few, wide layers and an early stride keep a core busy."""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from streamclr.base.errors import UserError
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block
 from streamclr.encoders.resnet import NORMS, BasicBlock, Norm, make_norm
 
@@ -19,13 +19,11 @@ class ConvNormReLU(nn.Sequential):
         return Block(stage, [(conv, norm)], adds=False)
 
 
-class Compact(nn.Module):
+class Compact(BlockEncoder):
     """Images to features: a strided stem, and three stages of one convolution and one residual pair.
 
     A ResNet-18 of width 8 has as many operations and fourteen layers too thin for the processor's vectors: docs/log.md
     compares what both learn in a CPU second.
-
-    width: channels of the first stage; the stem has half of it, the other stages two and four times as many.
     """
 
     def __init__(self, width: int = 32, norm: Norm = "batch"):
@@ -49,7 +47,6 @@ class Compact(nn.Module):
 
     @property
     def stages(self) -> list[list[nn.Module]]:
-        """The layers by resolution, the first nearest to the image."""
         return [[self.stem], [self.stage1], [self.stage2], [self.stage3]]
 
     @property
@@ -59,11 +56,17 @@ class Compact(nn.Module):
             found += [first.block(number), Block(number, pair.path)]  # type: ignore[operator, arg-type]
         return found
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        return self.stage3(self.stage2(self.stage1(self.stem(x)))).mean((2, 3))  # n x n_features
-
 
 def compact(width: int = 32, norm: Norm = "batch") -> Compact:
-    """An encoder for learning from scratch on a CPU, with random weights, see `Compact`."""
+    """An encoder for learning from scratch on a CPU, with random weights.
+
+    width: channels of the first stage; the stem has half of it, the other stages two and four times as many.
+    norm: `batch` or `group`.
+
+    >>> import torch
+    >>> from streamclr import compact
+    >>> encoder = compact(width=8)
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 32])
+    """
     return Compact(width, norm)

@@ -15,6 +15,8 @@ from streamclr.base.options import checked_seed
 # Images of one forward pass: 64 at 32 px, 16 from 64 px on. ResNet-18 of width 16, one thread, imagenet stem, images/s:
 # 96 px 800 in chunks of 7, 1000 of 16, 1080 of 32; 224 px 118 one by one, 198 of 8, 207 of 16, 217 of 32.
 PIXELS_IN_CHUNK, MIN_IMAGES_IN_CHUNK = 2**16, 16
+# An encoder that chunks its early stages by itself: its late ones, with small maps, want many images.
+PIXELS_IN_CHUNK_OF_FIXED = 2**17
 
 
 def check_stored(images: Tensor) -> None:
@@ -94,7 +96,9 @@ def map_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Te
 
 def _in_chunks(model: nn.Module, images: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     device = next((p.device for p in model.parameters()), images.device)
-    chunk_size = max(MIN_IMAGES_IN_CHUNK, PIXELS_IN_CHUNK // (images.shape[-2] * images.shape[-1]))
+    chunks_itself = getattr(getattr(model, "encoder", model), "n_fixed", 0)  # see BlockEncoder
+    n_pixels = PIXELS_IN_CHUNK_OF_FIXED if chunks_itself else PIXELS_IN_CHUNK
+    chunk_size = max(MIN_IMAGES_IN_CHUNK, n_pixels // (images.shape[-2] * images.shape[-1]))
     chunk_size = min(chunk_size, getattr(model, "max_chunk", None) or chunk_size)  # see ContrastiveModel
     # The last chunk is padded: oneDNN compiles and keeps kernels for every size it meets. A single image is not, so
     # that classifying frames one by one does not cost eight.

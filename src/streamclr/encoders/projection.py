@@ -59,14 +59,27 @@ class ContrastiveModel(nn.Module):
             raise UserError(f"the encoder returns features of {tuple(h.shape)}, but n_features is {self.n_features}")
         return h
 
+    def early(self, images: Tensor) -> Tensor:
+        """What the stages that do not learn make of images in [0, 1]; of a built-in encoder."""
+        return self.encoder.early(self.standardise(images))  # type: ignore[operator]
+
+    def from_early(self, early: Tensor) -> Tensor:
+        """z of what `early` gave."""
+        with self._arithmetic(early):
+            features = self.encoder.late(early)  # type: ignore[operator]
+        return self.project(features.to(self.mean.dtype))
+
     def project(self, features: Tensor) -> Tensor:
         """z = g(h) / |g(h)|, n x projection_size."""
         return F.normalize(self.head(features), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.training and self.in_bf16):
+        with self._arithmetic(images):
             features = self.features(images)
         return self.project(features.to(self.mean.dtype))
+
+    def _arithmetic(self, x: Tensor) -> torch.autocast:
+        return torch.autocast(x.device.type, torch.bfloat16, enabled=self.training and self.in_bf16)
 
 
 def is_frozen(module: nn.Module) -> bool:
@@ -90,10 +103,14 @@ def make_projection(kind: str, n_in: int, n_out: int) -> nn.Sequential:
 class FeatureExtractor:
     """A frozen copy of a model's encoder: stored images in, features out, for a classifier of your own.
 
-    It standardises the images as in training, runs in eval mode without gradient, and no later step changes it:
+    It standardises the images as in training, runs in eval mode without gradient, and no later step changes it.
 
-        extract = learner.extractor()
-        features = extract(images)  # uint8, n x 3 x H x W -> float, n x extract.n_features, on the CPU
+    >>> import torch
+    >>> from streamclr import FeatureExtractor, Learner, resnet18
+    >>> extract: FeatureExtractor = Learner(resnet18(width=4), buffer=8).extractor()
+    >>> features = extract(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
+    >>> features.shape, features.device.type, extract.n_features
+    (torch.Size([2, 32]), 'cpu', 32)
     """
 
     def __init__(self, model: ContrastiveModel):

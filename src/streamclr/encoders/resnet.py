@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streamclr.base.errors import UserError
+from streamclr.encoders.block_encoder import BlockEncoder
 from streamclr.encoders.blocks import Block, ConvNorm
 
 Norm = Literal["batch", "group"]
@@ -108,13 +109,8 @@ class PointwiseConv(nn.Conv2d):
         return F.conv2d(x[..., :: self.stride[0], :: self.stride[1]], self.weight)
 
 
-class ResNet(nn.Module):
-    """Images to features, with torchvision's parameter names, so that public pre-trained weights load.
-
-    width: channels of the first stage; 64 is the ResNet of the literature.
-    stem: `small` (3x3, stride 1, no max-pool) for images of about 32 px, `imagenet` (7x7, stride 2, max-pool) above;
-        `half` (3x3, stride 2, no max-pool) is a quarter of the work of `small`.
-    """
+class ResNet(BlockEncoder):
+    """Images to features, with torchvision's parameter names, so that public pre-trained weights load."""
 
     def __init__(
         self,
@@ -154,7 +150,6 @@ class ResNet(nn.Module):
 
     @property
     def stages(self) -> list[list[nn.Module]]:
-        """The layers by resolution, the first nearest to the image."""
         return [[self.conv1, self.bn1], [self.layer1], [self.layer2], [self.layer3], [self.layer4]]
 
     @property
@@ -163,23 +158,50 @@ class ResNet(nn.Module):
         layers = enumerate((self.layer1, self.layer2, self.layer3, self.layer4), 1)
         return [stem, *(Block(stage, block.path, block.shortcut) for stage, layer in layers for block in layer)]  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)  # two thirds of the time in a narrow encoder
-        x = self.maxpool(F.relu_(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return x.mean((2, 3), keepdim=True).flatten(1)  # n x n_features
+    def run_stage(self, number: int, x: Tensor) -> Tensor:
+        return super().run_stage(number, x) if number else self.maxpool(F.relu_(self.bn1(self.conv1(x))))
 
 
 def resnet18(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
-    """ResNet-18 with random weights: images to features, see `ResNet`."""
+    """ResNet-18 with random weights: images to features.
+
+    width: channels of the first stage; 64 is the ResNet of the literature.
+    stem: `small` (3x3, stride 1, no max-pool) for images of about 32 px, `imagenet` (7x7, stride 2, max-pool) above;
+        `half` (3x3, stride 2, no max-pool) is a quarter of the work of `small`.
+    norm: `batch` or `group`.
+
+    >>> import torch
+    >>> from streamclr import resnet18
+    >>> encoder = resnet18(width=4, norm="group")
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 32])
+    """
     return ResNet(BasicBlock, (2, 2, 2, 2), width, stem, norm)
 
 
 def resnet34(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
-    """ResNet-34 with random weights: images to features, see `ResNet`."""
+    """ResNet-34 with random weights: images to features.
+
+    width, stem, norm: as of `resnet18`.
+
+    >>> import torch
+    >>> from streamclr import resnet34
+    >>> encoder = resnet34(width=4, norm="group")
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 32])
+    """
     return ResNet(BasicBlock, (3, 4, 6, 3), width, stem, norm)
 
 
 def resnet50(width: int = 64, stem: Stem = "small", norm: Norm = "batch") -> ResNet:
-    """ResNet-50 with random weights: images to features, see `ResNet`."""
+    """ResNet-50 with random weights: images to features.
+
+    width, stem, norm: as of `resnet18`.
+
+    >>> import torch
+    >>> from streamclr import resnet50
+    >>> encoder = resnet50(width=4, norm="group")
+    >>> encoder(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 128])
+    """
     return ResNet(Bottleneck, (3, 4, 6, 3), width, stem, norm)

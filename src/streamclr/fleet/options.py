@@ -8,7 +8,7 @@ from streamclr.base.errors import UserError
 from streamclr.base.options import argument, one_of, option, split
 from streamclr.encoders.architecture import ENCODERS
 from streamclr.fleet.average import STATISTICS
-from streamclr.loss import LOSSES
+from streamclr.recipe import LOSSES
 from streamclr.records import options as run
 from streamclr.records.options import RunOptions, as_run
 from streamclr.views import VIEWS

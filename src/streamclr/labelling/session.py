@@ -199,14 +199,16 @@ class LabelSession:
         rows = [row for row, key in enumerate(keys) if key in answers and answers[key].kind == "label"]
         given = [answers[keys[row]] for row in rows]
         classes = sorted({answer.class_id for answer in given if answer.class_id is not None})
+        place = {number: i for i, number in enumerate(classes)}
         if len(classes) < 2:
             self.heads.forget_labelled()
             return None
-        targets = torch.tensor([classes.index(answer.class_id or 0) for answer in given])
+        targets = torch.tensor([place[answer.class_id or 0] for answer in given])
         # Similar images that were answered in one go are one group; imported answers are one each.
         imported = self.labels.imported()
         group = [(a.number, keys[row] if a.number in imported else "") for row, a in zip(rows, given, strict=True)]
-        groups = torch.tensor([sorted(set(group)).index(one) for one in group])
+        number_of = {one: number for number, one in enumerate(sorted(set(group)))}
+        groups = torch.tensor([number_of[one] for one in group])
         companions = self._companions_of([keys[row] for row in rows]) if spread else []
         # The label that each row has: its own, or that of the question which it is a companion of.
         whose = torch.tensor([*range(len(rows)), *(i for i, own in enumerate(companions) for _ in own)])
@@ -252,8 +254,8 @@ class LabelSession:
         images = torch.stack([self._image(question.key) for question in self.questions])
         shown = images[rows]
         if len(targets) > len(rows):
-            keys = [self.questions[row].key for row in rows]
-            shown = torch.cat([shown, torch.stack([one for key in keys for one in self._companion_images(key)])])
+            neighbours = self._companion_images([self.questions[row].key for row in rows]).values()
+            shown = torch.cat([shown, torch.stack([image for own in neighbours for image in own])])
         kinds = tuple(KINDS) if classifier == "auto" else (classifier,)
         unlabelled = self._other_frames() if len(targets) > len(rows) else None
         chosen = choose_classifier(
@@ -273,7 +275,7 @@ class LabelSession:
 
     def _companions_of(self, keys: list[str]) -> list[Tensor]:
         """The features of the companions of questions, n x d each; those of an answered question are kept."""
-        missing = {key: self._companion_images(key) for key in keys if key not in self._companions}
+        missing = self._companion_images([key for key in keys if key not in self._companions])
         images = [image for own in missing.values() for image in own]
         if images:
             assert self._model is not None
@@ -298,11 +300,11 @@ class LabelSession:
             return None
         return Unlabelled(torch.stack([frame.image for frame in frames]), torch.tensor(scenes))
 
-    def _companion_images(self, key: str) -> list[Tensor]:
+    def _companion_images(self, keys: list[str]) -> dict[str, list[Tensor]]:
         """Without images that are asked about themselves, as in a second pass: they have answers of their own."""
         asked = {question.key for question in self.questions}
-        images = [pixels(picture) for picture in self.labels.companions(key)]
-        return [image for image in images if key_of(image) not in asked]
+        images = {key: [pixels(picture) for picture in self.labels.companions(key)] for key in keys}
+        return {key: [image for image in own if key_of(image) not in asked] for key, own in images.items()}
 
     def _save(self, trained: Training, chosen: Chosen, classes: list[str], is_asked: bool) -> None:
         """Save the classifier, unless nobody asked for it and a fine-tuned one of the same classes is better."""

@@ -15,7 +15,13 @@ MAX_NAMED = 100  # class names on the card; config.json has them all
 
 @dataclass(frozen=True)
 class Card:
-    """What is known about how a model was made; None: not known."""
+    """What is known about how a model was made; None: not known.
+
+    >>> from streamclr import Card
+    >>> card = Card(source="a camera", policy="contrast", steps=120)
+    >>> card.steps, card.accuracy
+    (120, None)
+    """
 
     source: str | None = None  # the kind of stream, as in "a camera"
     policy: str | None = None

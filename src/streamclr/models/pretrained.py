@@ -41,6 +41,16 @@ class Pretrained:
     size: side of the images that the encoder learned from.
     card: what is known about how the model was made.
     fit: how the frames that it learned from became squares, see `streams.sight.Sight`.
+
+    >>> import torch
+    >>> from streamclr import Head, Learner, Pretrained, resnet18
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> model = Pretrained(learner.model, Head(32, 2), classes=["cat", "dog"], size=16)
+    >>> model
+    Pretrained(resnet18, 2 classes, 16 px)
+    >>> probabilities, features = model(torch.zeros(5, 3, 24, 24, dtype=torch.uint8))
+    >>> probabilities.shape, features.shape
+    (torch.Size([5, 2]), torch.Size([5, 32]))
     """
 
     def __init__(
@@ -74,7 +84,18 @@ class Pretrained:
 
 
 def save_pretrained(pretrained: Pretrained, path: str | Path) -> None:
-    """Write the directory, which must be new or empty: completely or not at all, and only if it can be loaded again."""
+    """Write the directory, which must be new or empty: completely or not at all, and only if it can be loaded again.
+
+    >>> import os
+    >>> import tempfile
+    >>> from streamclr import Head, Learner, Pretrained, resnet18, save_pretrained
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> model = Pretrained(learner.model, Head(32, 2), classes=["cat", "dog"], size=16)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_pretrained(model, f"{directory}/animals")
+    ...     print(sorted(os.listdir(f"{directory}/animals")))
+    ['README.md', 'config.json', 'model.safetensors']
+    """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already: give another directory, nothing is overwritten")
@@ -112,6 +133,17 @@ def from_pretrained(path: str | Path) -> Pretrained:
     """The model in a directory that `save_pretrained` or `streamclr export --format pretrained` has written.
 
     A damaged or foreign directory, or one of a later version, is an error before memory is taken for it.
+
+    >>> import tempfile
+    >>> from streamclr import Head, Learner, Pretrained, from_pretrained, resnet18, save_pretrained
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_pretrained(Pretrained(learner.model, Head(32, 2), ["cat", "dog"], size=16), f"{directory}/animals")
+    ...     model = from_pretrained(f"{directory}/animals")
+    >>> model.classes
+    ['cat', 'dog']
+    >>> Learner(model.model, buffer=8)  # goes on learning
+    Learner(resnet18, buffer 0 of 8, step 0)
     """
     config = read_config(Path(path) / "config.json")
     file = Path(path) / "model.safetensors"

@@ -27,10 +27,11 @@ from streamclr.compute.ranks import OneProcess
 from streamclr.encoders.inference import infer
 from streamclr.encoders.projection import ContrastiveModel
 from streamclr.guards import Guarded
-from streamclr.learner import Learner, Step
+from streamclr.learner import Learner
 from streamclr.records.checkpoints import Checkpoints
 from streamclr.records.journal import Journal, cut, files_of, last_number, lines_of, parse_limit
 from streamclr.records.plan import RunPlan
+from streamclr.step import Step
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 

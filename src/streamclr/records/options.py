@@ -10,9 +10,8 @@ from streamclr.base.options import option
 from streamclr.base.plugins import KINDS
 from streamclr.encoders.architecture import ADAPTERS, ENCODERS
 from streamclr.guards import GUARDS
-from streamclr.loss import LOSSES
 from streamclr.policy import POLICIES
-from streamclr.recipe import ADAPT, PAPER, RECIPES, SCRATCH
+from streamclr.recipe import ADAPT, LOSSES, OPTIMIZERS, PAPER, RECIPES, SCRATCH
 from streamclr.records.answering import AnswerOptions
 from streamclr.records.journal import USUAL_LIMIT
 from streamclr.records.label_budget import MIN_ASKED, N_ASKED
@@ -107,7 +106,7 @@ class ModelOptions:
         "start from pretrained (public weights), random, encoder weights in a file (.safetensors or .pth with "
         "torchvision's names) or a directory with a model [pretrained for mobilenet_v2, hf: and timm:, else random]",
     )
-    optimizer: str | None = option(None, f"adam or muon {by_recipe('optimizer')}")
+    optimizer: str | None = option(None, f"{', '.join(OPTIMIZERS)} {by_recipe('optimizer')}")
     lr: float | None = option(None, f"learning rate {by_recipe('lr')}")
     lr_half: int | None = option(
         None, f"steps after which the learning rate has fallen to half; 0: it is constant {by_recipe('lr_half')}"
@@ -147,6 +146,11 @@ class LearnerOptions(ModelOptions, BufferOptions):
     reach: int | None = option(None, "frames between two neighbours at most [a second's, up to 30]")
     precision: str = option(
         "fp32", "of the encoder's arithmetic in training: fp32, or bf16, which is faster on a GPU and on some CPUs"
+    )
+    kept_views: int = option(
+        0,
+        "views of each image that are made once and kept in the buffer, behind the stages that do not learn: an update "
+        "takes a fraction of the time, and fewer images fit in [0: drawn anew for each update]",
     )
     compile: bool = option(False, "compile the model: pays on long runs of narrow encoders, needs a C++ compiler")
     device: str | None = option(None, "cpu or cuda [a GPU if there is one]")

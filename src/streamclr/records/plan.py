@@ -16,16 +16,17 @@ from streamclr.base.options import parse_size
 from streamclr.buffer import n_that_fit
 from streamclr.compute.ranks import NORM_OVER
 from streamclr.encoders.architecture import ENCODERS, SCRATCH_ENCODERS, Architecture
-from streamclr.loss import LOSSES
+from streamclr.encoders.stages import set_trained
+from streamclr.kept import kept_bytes, kept_shape
 from streamclr.policy import POLICIES
-from streamclr.recipe import PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
+from streamclr.recipe import LOSSES, PAPER, POSITIVES, RECIPES, Recipe, find_recipe, usual_batch, usual_lr
 from streamclr.records.journal import parse_limit
 from streamclr.records.label_budget import N_ASKED, LabelBudget, n_candidates_that_fit
 from streamclr.records.options import ModelOptions, RunOptions
 from streamclr.scenes import REACH
 from streamclr.streams.spec import absolute_source, split_source, takes, with_fit
 from streamclr.streams.stream import CameraStream, DatasetStream, Stream, open_stream
-from streamclr.views import VIEWS, WEAK_VIEWS
+from streamclr.views import VIEWS, WEAK_VIEWS, build_views
 
 # A public encoder has learned from larger images: at 32 px the last stage of MobileNetV2 is left with one pixel.
 MIN_SIZE = 64
@@ -140,7 +141,7 @@ def resolve(options: RunOptions, stream: Stream) -> RunPlan:
         if chosen[name] not in allowed:
             raise UserError(f"{name} is {chosen[name]!r}: use {' or '.join(allowed)}")
     shape, in_time = (3, stream.size, stream.size), chosen["positives"] == "time"
-    buffer = n_that_fit(chosen["buffer"], shape, in_time)
+    buffer = n_that_fit(chosen["buffer"], shape, in_time, _kept_bytes(options, architecture, chosen, shape))
     room = buffer if isinstance(chosen["buffer"], int) else chosen["buffer"]
     batch = usual_batch(recipe.batch, room) if options.batch is None else options.batch
     if images is not None and images < batch:
@@ -181,6 +182,17 @@ def _reach(options: RunOptions, stream: Stream) -> int:
     if options.reach is not None:
         return options.reach
     return max(1, min(REACH, round(stream.fps))) if stream.fps else REACH
+
+
+def _kept_bytes(options: RunOptions, architecture: Architecture, chosen: dict[str, Any], shape: tuple[int, ...]) -> int:
+    """Of what is kept of an image beside it."""
+    if not options.kept_views:
+        return 0
+    with torch.device("meta"):  # no memory, no random numbers
+        model = architecture.make_model()
+    set_trained(model, chosen["train"])
+    views = build_views(options.views, *(chosen[name] for name in ("crop", "flip", "side")))
+    return kept_bytes(kept_shape(options.kept_views, model.encoder, views, shape))
 
 
 def resolve_architecture(options: ModelOptions, size: int) -> Architecture:

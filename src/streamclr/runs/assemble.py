@@ -77,6 +77,7 @@ def make_learner(plan: RunPlan) -> Learner:
         train=plan.train or "all",
         reach=plan.reach or REACH,
         precision=plan.precision,
+        kept_views=plan.kept_views,
         memory=plan.memory,
         compile=plan.compile,
         seed=plan.seed,

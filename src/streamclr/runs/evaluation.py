@@ -234,6 +234,17 @@ def evaluate(
     spread: let a label count for the other frames of its track, and learn from other tracks, where tracks are known.
 
     Returns what results.json says of them, and the classifiers.
+
+    >>> import torch
+    >>> from streamclr import Learner, evaluate, resnet18
+    >>> images = torch.randint(256, (40, 3, 16, 16), dtype=torch.uint8)
+    >>> labels = torch.arange(40) % 2
+    >>> images[labels == 1] //= 4  # the second class is dark
+    >>> learner = Learner(resnet18(width=4), buffer=8)
+    >>> train, test = (images[:20], labels[:20]), (images[20:], labels[20:])
+    >>> results, classifiers = evaluate(learner, train, test, fractions=(0.5, 1.0), classifier="linear")
+    >>> list(results["labels"]), 0 <= results["labels"]["0.5"]["accuracy"] <= 1
+    (['0.5', '1.0'], True)
     """
     model, train = model_of(model), _labelled_images("train", train)
     test = _labelled_images("test", test, train.classes)

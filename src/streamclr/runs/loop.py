@@ -16,7 +16,7 @@ from streamclr.base.errors import LostRank, NotFinite, QuietExit, UserError
 from streamclr.base.progress import Progress, say
 from streamclr.guards import Guarded
 from streamclr.labelling.candidates import UNKNOWN, open_candidates
-from streamclr.learner import Learner, Step
+from streamclr.learner import Learner
 from streamclr.models.versions import Versions
 from streamclr.records.checkpoints import Pace
 from streamclr.records.directory import RunDirectory
@@ -29,6 +29,7 @@ from streamclr.runs.next_step import next_step
 from streamclr.runs.service import Notifier, StopSignal
 from streamclr.runs.serving import PredictingStream
 from streamclr.runs.status import Window, memory
+from streamclr.step import Step
 from streamclr.streams.spec import split_source
 from streamclr.streams.stream import Stream
 

@@ -15,7 +15,7 @@ from typing import Any
 from streamclr.base.errors import UserError
 from streamclr.base.options import redacted
 from streamclr.compute.memory import resident
-from streamclr.learner import Step
+from streamclr.step import Step
 from streamclr.streams.account import Account
 
 

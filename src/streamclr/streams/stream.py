@@ -127,6 +127,15 @@ def open_stream(source: Any, **options: Any) -> "Stream":
     with `classes` and `size`; or a Source.
 
     Options may stand in the string or be given as keywords, which win.
+
+    >>> import torch
+    >>> from streamclr import open_stream
+    >>> stream = open_stream("synthetic:?seed=1", size=16)
+    >>> next(stream.segments(8)).shape
+    torch.Size([8, 3, 16, 16])
+    >>> images = torch.zeros(20, 3, 16, 16, dtype=torch.uint8)
+    >>> [len(segment) for segment in open_stream(images, passes=2).segments(16)]
+    [16, 16, 8]
     """
     if not isinstance(source, str | Path):
         return _open_own(source, options)

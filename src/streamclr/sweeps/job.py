@@ -57,6 +57,7 @@ USUAL: Result = {
     "seed": 0,
     "updates": 1,
     "precision": "fp32",
+    "kept_views": 0,
     "compile": False,
     "fractions": "0.01,0.1,1",
     "classifier": "paper",

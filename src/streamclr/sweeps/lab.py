@@ -19,9 +19,8 @@ from streamclr.base.progress import Progress, say
 from streamclr.base.table import Table
 from streamclr.encoders.architecture import Architecture
 from streamclr.learner import PRECISIONS
-from streamclr.loss import LOSSES, build_loss
 from streamclr.policy import listed_policies
-from streamclr.recipe import PAPER
+from streamclr.recipe import LOSSES, PAPER, build_loss
 from streamclr.records.directory import RunDirectory
 from streamclr.records.options import RunOptions
 from streamclr.records.plan import RunPlan, open_run_stream, resolve
@@ -146,7 +145,7 @@ class Lab:
         if n_imagenet is not None:
             settings["source"] = f"imagenet:{self.data_dir or ''}?classes={self._of_imagenet(n_imagenet)}"
         of_every_run = {name: getattr(self.options, name) for name in OF_EVERY_RUN}
-        return replace(SCALES[self.scale], **of_every_run, **settings)
+        return replace(SCALES[self.scale], **of_every_run | settings)
 
     def _of_imagenet(self, n: int) -> str:
         """Its classes by name where they were listed, so that a job is known by them; else how many."""

@@ -1,6 +1,6 @@
 """Not in the paper: a public encoder adapts to a stream; what the policies, fine-tuning and tracks add to it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -37,7 +37,9 @@ MORE_LABELS, FEWER_LABELS = (0.02, 0.04), (0.005,)
 SHORT = {"GTSRB": 9_984, "CIFAR-10": 4_992}  # frames of the stream where policies are compared
 LONG = {"GTSRB": 99_840, "CIFAR-10": 19_968}  # where the encoder is then fine-tuned
 LONGEST = {"GTSRB": 159_744, "CIFAR-10": 99_840}  # two cores learn from them in ten minutes; fine-tuned, too
-BUFFER = "12M"  # where policies are compared: 512 frames of 64 px with their neighbours
+# Where policies are compared; 512 frames of 64 px with their neighbours.
+IN_BUFFER: dict[str, Any] = {"buffer": "12M", "batch": 64, "segment": 64}
+NO_BUFFER = {"buffer": 64}  # of FIFO, which then learns from the newest frames alone
 PUBLIC, RESERVOIR, ADAPTED = "public encoder as it is", "reservoir", "default, many frames"
 ADAPTED_LONGER = "default, ten minutes of two cores"
 IN_RANDOM_ORDER = "the same, neighbours in pairs, pairs in random order"
@@ -76,7 +78,7 @@ def experiment(lab: Lab) -> Findings:
     jobs: dict[str, list[Job]] = {}
     for dataset, settings in DATASETS.items():
         if lab.at_hand(dataset, **settings):
-            jobs |= {f"{dataset}, {row}": own for row, own in _rows(lab, dataset, settings).items()}
+            jobs |= {f"{dataset}, {row}": own for row, own in rows_of(lab, dataset, settings).items()}
     results = lab.do(jobs)
     measured = {
         row: {name: [one[name] for one in own] for name in own[0] if name.startswith(MEASURED)}
@@ -89,8 +91,8 @@ def experiment(lab: Lab) -> Findings:
         "Labels: a class-balanced draw of the training frames, the same for each row of a seed. "
         f"Frames: {SHORT['GTSRB']:,} (CIFAR-10: {SHORT['CIFAR-10']:,}), where it says many, and in random order, "
         f"{LONG['GTSRB']:,} ({LONG['CIFAR-10']:,}), in ten minutes of two cores {LONGEST['GTSRB']:,} "
-        f"({LONGEST['CIFAR-10']:,}); policies have a buffer of {BUFFER}. CPU seconds are of learning alone, one "
-        "thread. Spread: a label counts for the other frames of its track; self-trained: "
+        f"({LONGEST['CIFAR-10']:,}); policies have a buffer of {IN_BUFFER['buffer']}. CPU seconds are of learning "
+        "alone, one thread. Spread: a label counts for the other frames of its track; self-trained: "
         "fine-tuned again with what it is sure of in the other tracks; cuts found: the stream is read "
         "as one video, and the adapted encoder finds the cuts. Not in the paper.",
     )
@@ -105,7 +107,8 @@ def _policies(lab: Lab) -> dict[str, str]:
     return POLICIES | {policy: policy for policy in lab.policies if policy not in POLICIES}
 
 
-def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
+def rows_of(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Job]]:
+    """The jobs of each row of a dataset."""
     short, long = SHORT[dataset], LONG[dataset]
     public = SETTINGS | settings
 
@@ -113,17 +116,16 @@ def _rows(lab: Lab, dataset: str, settings: dict[str, Any]) -> dict[str, list[Jo
         runs = lab.runs(**public | {"images": images} | own)
         return [job.doing("adapt", measure, **{"whole": False} | (what or {})) for job in runs]
 
-    in_buffer: dict[str, Any] = {"buffer": BUFFER, "batch": 64, "segment": 64}
     has_tracks = dataset == "GTSRB"
     more, fewer = (MORE_LABELS, FEWER_LABELS) if has_tracks else ((), ())
     rows = {PUBLIC: [job.doing("public", measure_public, more=more) for job in lab.runs(**public, images=short)]}
     for policy, name in _policies(lab).items():
-        rows[name] = adapted(policy=policy, **in_buffer | ({"buffer": 64} if policy == "fifo" else {}))
-    rows[TWICE] = adapted(policy="reservoir", images=2 * short, **in_buffer)
+        rows[name] = adapted(policy=policy, **IN_BUFFER | (NO_BUFFER if policy == "fifo" else {}))
+    rows[TWICE] = adapted(policy="reservoir", images=2 * short, **IN_BUFFER)
     if has_tracks:
         paper: dict[str, Any] = {"policy": "contrast?rescore_every=20", "positives": "views", "flip": "on"}
-        rows["contrast scoring, two views of one frame, flip"] = adapted(**paper, **in_buffer)
-        rows["reservoir, two views of one frame"] = adapted(policy="reservoir", positives="views", **in_buffer)
+        rows["contrast scoring, two views of one frame, flip"] = adapted(**paper, **IN_BUFFER)
+        rows["reservoir, two views of one frame"] = adapted(policy="reservoir", positives="views", **IN_BUFFER)
         rows[IN_RANDOM_ORDER] = adapted(images=long, source="gtsrb?order=pairs")
         scratch: dict[str, Any] = {"recipe": "paper", "encoder": None, "size": 32, "width": 8, "stem": "half"}
         scratch["lr"] = 3e-3
@@ -158,17 +160,23 @@ def _equal_seconds(measured: dict[str, dict[str, list[float]]], policies: Iterab
             continue
         curve = [measured[f"{dataset}, {row}"] for row in (PUBLIC, RESERVOIR, TWICE)]
         for name in policies:
-            own, cells = measured[f"{dataset}, {name}"], []
-            for column in ("linear 0.01", "linear 0.1"):
-                rival = [
-                    float(np.interp(seconds, [c["cpu_seconds"][i] for c in curve], [c[column][i] for c in curve]))
-                    for i, seconds in enumerate(own["cpu_seconds"])
-                ]
-                cells.append(spread(margins(own[column], rival)))
+            own = measured[f"{dataset}, {name}"]
+            cells = [spread(less_curve(own, curve, column, "cpu_seconds")) for column in ("linear 0.01", "linear 0.1")]
             rows.append([f"{dataset}, {name}", spread(own["cpu_seconds"], 0), *cells])
     head = ["", "CPU s", "linear, 1 %: less the reservoir", "linear, 10 %: less the reservoir"]
     note = "The accuracy of the reservoir is interpolated between none, as many and twice as many frames."
     return Table("Policies at equal CPU seconds, points", head, rows, note)
+
+
+def less_curve(
+    own: Mapping[str, Sequence[float]], curve: Sequence[Mapping[str, Sequence[float]]], column: str, x: str
+) -> list[float]:
+    """How far a row is above a curve of other rows, interpolated where its x is, seed by seed."""
+    rival = [
+        float(np.interp(at, [one[x][i] for one in curve], [one[column][i] for one in curve]))
+        for i, at in enumerate(own[x])
+    ]
+    return margins(own[column], rival)
 
 
 def _goals(measured: dict[str, dict[str, list[float]]]) -> list[Table]:

@@ -50,7 +50,17 @@ class Images(Numbered, Protocol):
 
 @runtime_checkable
 class Source(Numbered, Protocol):
-    """Images by their number in the stream. Labels, where they are known, are for evaluation only."""
+    """Images by their number in the stream. Labels, where they are known, are for evaluation only.
+
+    >>> import numpy as np
+    >>> from streamclr import Source, open_stream
+    >>> class Patterns(Source):
+    ...     n_images = 100
+    ...     def images(self, numbers):
+    ...         return np.stack([np.full((3, 16, 16), number, np.uint8) for number in numbers])
+    >>> [tuple(images.shape) for images in open_stream(Patterns()).segments(64)]
+    [(64, 3, 16, 16), (36, 3, 16, 16)]
+    """
 
     n_images: int | None = None  # None: endless
     epoch: int | None = None  # images in one pass; None: there are no passes
@@ -102,6 +112,11 @@ class ArrayImages(Images):
     """Images in one array, n x 3 x H x W of uint8.
 
     size: they are scaled to it as they are read, so that an array that is mapped from a file stays there.
+
+    >>> import numpy as np
+    >>> from streamclr import ArrayImages
+    >>> ArrayImages(np.zeros((6, 3, 32, 32), np.uint8), labels=np.array([0, 1, 0, 1, 0, 1]), classes=["cat", "dog"])
+    ArrayImages(6 x 3 x 32 x 32, 2 classes)
     """
 
     def __init__(

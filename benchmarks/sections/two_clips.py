@@ -1,10 +1,11 @@
 """From two clips to a classifier as a person does it: run, 40 labels by keyboard in a real browser, predict."""
 
 import csv
-import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from streamclr.labelling.candidates import pixels
 from streamclr.labelling.store import Labels
 from streamclr.records.directory import RunDirectory
 
+from .report import row
+from .subjects import clip_and_weights, clips_in
+
 STREAMCLR = [sys.executable, "-m", "streamclr"]
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync"
@@ -24,6 +28,18 @@ N_LABELS = 40
 SECONDS_A_LABEL = 1.0  # what a quick person takes
 
 Row = tuple[str, str, str, bool]
+
+
+def two_clips() -> None:
+    """From two clips to predictions with 40 labels given by keyboard in a real browser, all by default options."""
+    figure, chromium = "from two clips to predictions", shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        row(figure, "skipped: no Chromium")
+        return
+    with tempfile.TemporaryDirectory() as place:
+        if clip_and_weights(figure, Path(place)):
+            for figures in from_clips_to_predictions(clips_in(Path(place)), chromium, Path(place)):
+                row(*figures)
 
 
 def from_clips_to_predictions(clips: list[Path], chromium: str, place: Path) -> Iterator[Row]:
@@ -111,8 +127,3 @@ def wait_for_another(page: Page, answered: set[str]) -> str:
         ):
             return task
         page.wait_for_timeout(50)
-
-
-def clips_at_hand(usual: Path) -> list[Path]:
-    named = [Path(name) for name in os.environ.get("CLIPS", "").split(":") if name]
-    return named[:2] if len(named) > 1 else [usual / name for name in ("dog.mp4", "coffee.mp4")]
