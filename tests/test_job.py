@@ -45,6 +45,9 @@ def test_how_far_it_is_says_the_last_whole_line(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "journal.jsonl").write_text('{"seen": 16}\n{"seen": 32}\n{"see')
     assert n_seen(tmp_path) == 32
+    (tmp_path / "run" / "journal.jsonl").rename(tmp_path / "run" / "journal.jsonl.1")
+    (tmp_path / "run" / "journal.jsonl").write_text("")  # the file before was full
+    assert n_seen(tmp_path) == 32
 
 
 def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):

@@ -210,6 +210,27 @@ def test_without_room_to_thin_them_old_lines_are_lost_and_the_run_goes_on(tmp_pa
     assert capsys.readouterr().err == ""
 
 
+def test_without_room_for_a_new_file_lines_are_lost_until_there_is(tmp_path, monkeypatch, capsys):
+    path, real, is_full = tmp_path / "journal.jsonl", type(tmp_path).open, [True]
+    journal = Journal(path, limit=LIMIT)
+
+    def opening(self, mode="r", *args, **named):
+        if is_full[0] and mode == "ab":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, mode, *args, **named)
+
+    monkeypatch.setattr(type(tmp_path), "open", opening)
+    written = [number for number in range(1, 31) if journal.write(line(number))]
+    assert written == list(range(1, len(written) + 1))
+    assert 8 < len(written) < 15
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    is_full[0] = False
+    written += [number for number in range(31, 41) if journal.write(line(number))]
+    assert numbers(lines_of(path)) == written
+    assert written[-10:] == list(range(31, 41))
+    assert n_bytes(path) <= LIMIT
+
+
 def test_nothing_is_written_to_another_file_that_took_its_place(tmp_path, capsys):
     path = tmp_path / "run" / "journal.jsonl"
     path.parent.mkdir()

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from PIL import Image
 
 from streamclr.base.files import write_json
 from streamclr.base.tensors import save_tensors
+from streamclr.records.journal import Journal
 from streamclr.runs.status import NEWEST
 from streamclr.web import now
 from streamclr.web.now import N_IN_A_ROW, Newest, Predictions
@@ -112,6 +114,21 @@ def test_classes_of_the_last_hour_are_counted(tmp_path):
         out.writelines(line(f"class {i}", 9000) for i in range(50))
     one.update()
     assert (one.counts()["n"], len(one.counts()["classes"]), one.counts()["others"]) == (50, 12, 38)
+
+
+def test_no_prediction_is_missed_where_the_file_moves_on(tmp_path):
+    one = Predictions(tmp_path)
+    with closing(Journal(tmp_path / "predictions.jsonl", limit=20_000)) as journal:
+        for image in range(1000):
+            journal.write(json.loads(line("fox" if image < 600 else "hare", 1000 + image, image=image)))
+            if image % 20 == 19:
+                one.update()
+    assert (tmp_path / "predictions.jsonl.2").exists()
+    assert one.counts()["classes"] == [["fox", 600], ["hare", 400]]
+    assert [change["class"] for change in one.changes] == ["fox", "hare"]
+    late = Predictions(tmp_path)  # opened now it knows what is left
+    late.update()
+    assert 100 < late.counts()["n"] < 250
 
 
 def test_of_weeks_of_predictions_only_the_end_is_read(tmp_path, monkeypatch):

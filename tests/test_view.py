@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import torch
 from streamclr.base.errors import UserError
 from streamclr.base.files import json_line, write_json
 from streamclr.base.tensors import save_tensors
+from streamclr.records.directory import RunDirectory
+from streamclr.records.journal import Journal, files_of
+from streamclr.runs.report import curves
 from streamclr.step import Step
 from streamclr.web import view
 from streamclr.web.site import Site
@@ -83,6 +87,27 @@ def test_weeks_of_steps_are_thinned_to_what_a_chart_shows(run, monkeypatch):
         gaps = [b - a for a, b in itertools.pairwise(steps)]
         assert max(gaps) < 100
     assert {len(column) for column in columns(whole.points).values()} == {len(whole.points)}
+
+
+def test_a_journal_whose_file_moves_on_is_followed_and_shown_from_the_beginning(run):
+    follower, path = JournalTail(run / "journal.jsonl"), run / "journal.jsonl"
+    with closing(Journal(path, limit=40_000)) as journal:
+        for number in range(1, 501):
+            journal.write(json.loads(line(number)))
+            if number % 25 == 0:
+                anew, points = follower.read()
+                assert not anew
+                assert [point["step"] for point in points] == list(range(number - 24, number + 1))
+    assert all(file.exists() for file in files_of(path))
+    assert [point["step"] for point in follower.points] == list(range(1, 501))
+    late = JournalTail(path)
+    late.read()
+    steps = [point["step"] for point in late.points]
+    assert steps == sorted(set(steps))
+    assert steps[0] <= 16
+    assert steps[-30:] == list(range(471, 501))
+    assert RunDirectory(run).steps()[-1] == late.last
+    assert "images seen" in curves([("run", RunDirectory(run))])
 
 
 def test_the_state_is_that_of_the_process(run):

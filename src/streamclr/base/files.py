@@ -44,7 +44,8 @@ def remove_left(directory: Path) -> None:
     """Delete what killed processes have begun to write below a directory; what is young may still be under way."""
     for path in directory.rglob(".*"):
         with suppress(FileNotFoundError):
-            if re.fullmatch(r"\..+\.\d+", path.name) and time.time() - path.stat().st_mtime > LEFT_SECONDS:
+            is_part = re.fullmatch(r"\..+\.\d+", path.name) and path.is_file()
+            if is_part and time.time() - path.stat().st_mtime > LEFT_SECONDS:
                 path.unlink()
 
 

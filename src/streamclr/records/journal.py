@@ -90,20 +90,26 @@ class Journal:
         """Begin a new file. A kill at any moment loses no line but those that are thinned; lines that are in two files
         then are found by `_opened`."""
         newest, before, older = files_of(self.path)
-        if not os.path.samestat(os.fstat(self._file.fileno()), newest.stat()):
-            raise FileNotFoundError(errno.ENOENT, "it was moved away")  # nothing is written to what is there now
-        os.fsync(self._file.fileno())
-        if before.exists():
-            with suppress(OSError):  # no room for it on the disk: the lines of `before` are lost
-                new = older.with_name(f"{older.name}.new")
-                new.unlink(missing_ok=True)  # left by a killed process
-                write_new(new, self._thinned())
-                os.replace(new, older)
-                sync(self.path.parent)
-        os.rename(newest, before)
-        self._file.close()
+        if not self._is(before):  # else only a new file is missing, for which there was no room
+            if not self._is(newest):
+                raise FileNotFoundError(errno.ENOENT, "it was moved away")  # nothing is written to what is there now
+            os.fsync(self._file.fileno())
+            if before.exists():
+                with suppress(OSError):  # no room for it on the disk: the lines of `before` are lost
+                    new = older.with_name(f"{older.name}.new")
+                    new.unlink(missing_ok=True)  # left by a killed process
+                    write_new(new, self._thinned())
+                    os.replace(new, older)
+                    sync(self.path.parent)
+            os.rename(newest, before)
+        full = self._file
         self._open()
+        full.close()
         sync(self.path.parent)
+
+    def _is(self, path: Path) -> bool:
+        """Whether this file is open for writing."""
+        return path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat())
 
     def _thinned(self) -> Iterator[bytes]:
         """What the two older files become: lines of which the numbers are multiples of 1, 2, 4, …, until they fit."""

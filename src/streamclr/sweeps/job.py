@@ -144,7 +144,7 @@ def begun_by(directory: Path) -> Origin | None:
 
 def n_seen(directory: Path) -> int:
     """How many images the job's run has learned from, by the last whole line of its journal."""
-    lines = Tail(directory / "run" / "journal.jsonl", most=4096).read()[1]
+    lines = Tail(directory / "run" / "journal.jsonl", most=2**16).read()[1]
     return json.loads(lines[-1])["seen"] if lines and lines[-1].startswith(b"{") else 0
 
 
